@@ -1,0 +1,1 @@
+"""The kernels that ship with qopt, one op a file."""

@@ -1,0 +1,1 @@
+"""The passes that ship with qopt, one a file."""

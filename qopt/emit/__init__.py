@@ -1,0 +1,1 @@
+"""Writers that turn a rewritten graph into an artifact."""
