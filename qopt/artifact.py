@@ -583,7 +583,7 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
 # decoder types that onnxruntime-genai 0.18 accepts by name and loads with its plain decoder; it
 # also takes `decoder` itself, which says nothing and refuses nothing
 _GENAI_TYPES = frozenset(
-    [
+    {
         "chatglm",
         "decoder",
         "ernie4_5",
@@ -603,7 +603,7 @@ _GENAI_TYPES = frozenset(
         "qwen2",
         "qwen3",
         "smollm3",
-    ]
+    }
 )
 
 _CACHE_NAMES = {
