@@ -1,7 +1,7 @@
-"""Lazy weights: where a tensor comes from and what was done to it, evaluated only when it is needed.
+"""Lazy weights: where a tensor comes from and what was done to it, evaluated when it is needed.
 
-A `LazyWeight` is a small expression: a source (bytes in a checkpoint, or a tensor in memory) under a
-chain of named transforms. Nothing is read until `evaluate` or `rows`; nothing read is kept.
+A `LazyWeight` is a small expression: a source (bytes in a checkpoint, or a tensor in memory) under
+a chain of named transforms. Nothing is read until `evaluate` or `rows`; nothing read is kept.
 """
 
 from __future__ import annotations
@@ -25,8 +25,13 @@ CHUNK_BYTES = 64 << 20  # evaluated at a time where a transform can work row by 
 class Source(Protocol):
     """Bytes that become a tensor: a slice of a file, or a tensor in memory."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the tensor."""
 
     def read(self, start: int, stop: int) -> Tensor:
         """Read rows `start` to `stop` of dimension 0 (a scalar has one row) as a new tensor."""
@@ -62,7 +67,7 @@ class MemorySource:
 
 @dataclass(frozen=True)
 class FileSource:
-    """A tensor stored plainly in a file, read with `pread` so that it never counts as mapped memory."""
+    """A tensor stored plainly in a file, read with `pread`: it never counts as mapped memory."""
 
     path: Path
     offset: int  # bytes from the start of the file
@@ -103,7 +108,7 @@ class FileSource:
                     break
                 digest.update(piece)
                 at += len(piece)
-        return digest.hexdigest()
+        return str(digest.hexdigest())
 
     @property
     def _nbytes(self) -> int:
@@ -186,7 +191,7 @@ class LazyWeight:
         return LazyWeight(tuple(shape), self.dtype, None, "slice", (self,), (dim, start, stop))
 
     def scale(self, factor: LazyWeight, dim: int, offset: float = 0.0) -> LazyWeight:
-        """Multiply by a vector along `dim`, plus `offset` each, in fp32 or wider, then round once."""
+        """Multiply by a vector along `dim`, plus `offset` each, in fp32 or wider; round once."""
         return LazyWeight(self.shape, self.dtype, None, "scale", (self, factor), (dim, offset))
 
     def add_low_rank(self, down: LazyWeight, up: LazyWeight, scale: float) -> LazyWeight:
@@ -203,7 +208,7 @@ class LazyWeight:
         dtype: torch.dtype,
         params: tuple[Any, ...] = (),
     ) -> LazyWeight:
-        """Any function of whole tensors; `name` and `params` must say all that decides its result."""
+        """Any function of whole tensors; `name` and `params` say all that decides its result."""
         return cls(tuple(shape), dtype, None, name, tuple(inputs), params, function)
 
     def evaluate(self) -> Tensor:
@@ -220,7 +225,7 @@ class LazyWeight:
         return _ROWS[self.name](self, start, stop)
 
     def chunks(self, limit: int = CHUNK_BYTES) -> Iterator[Tensor]:
-        """Yield the tensor in pieces along dimension 0, each at most `limit` bytes where it can be."""
+        """Yield the tensor in pieces along dimension 0, of at most `limit` bytes where it can."""
         if self.nbytes <= limit or not self.shape or not self._by_rows:
             yield self.evaluate()
             return
@@ -234,7 +239,9 @@ class LazyWeight:
         if self.source is not None:
             return True
         if self.name == "concat":
-            return bool(self.params[0] == 0) and all(part._by_rows for part in self.inputs)
+            return all(part._by_rows for part in self.inputs)
+        if self.name == "reshape" and self.shape[:1] == (1,):
+            return True  # its one row is the whole: a stack of experts is a concat of such
         return self.name in ("cast", "slice", "scale", "low_rank") and self.inputs[0]._by_rows
 
     @cached_property
@@ -283,21 +290,27 @@ def _rows_scale(weight: LazyWeight, start: int, stop: int) -> Tensor:
         by = by[start:stop]
     shape = [1] * x.dim()
     shape[dim] = -1
-    return (x.to(wide) * by.view(shape)).to(weight.dtype)
+    scaled: Tensor = x.to(wide) * by.view(shape)
+    return scaled.to(weight.dtype)
 
 
 def _rows_low_rank(weight: LazyWeight, start: int, stop: int) -> Tensor:
     base, down, up = weight.inputs
     delta = up.rows(start, stop).float() @ down.evaluate().float() * weight.params[0]
-    return (base.rows(start, stop).float() + delta).to(weight.dtype)
+    merged: Tensor = base.rows(start, stop).float() + delta
+    return merged.to(weight.dtype)
 
 
 def _rows_whole(function: Callable[[LazyWeight], Tensor]) -> Callable[..., Tensor]:
     return lambda weight, start, stop: function(weight)[start:stop]
 
 
+def _rows_cast(weight: LazyWeight, start: int, stop: int) -> Tensor:
+    return weight.inputs[0].rows(start, stop).to(weight.dtype)
+
+
 _ROWS: dict[str, Callable[[LazyWeight, int, int], Tensor]] = {
-    "cast": lambda weight, start, stop: weight.inputs[0].rows(start, stop).to(weight.dtype),
+    "cast": _rows_cast,
     "concat": _rows_concat,
     "slice": _rows_slice,
     "scale": _rows_scale,
@@ -324,4 +337,4 @@ def _hash_tensor(tensor: Tensor) -> str:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The elements in row-major order as bytes, without a copy where the tensor is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
