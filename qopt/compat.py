@@ -1,0 +1,251 @@
+"""All that differs between transformers 4.57 and 5.x, so that nothing else asks for a version.
+
+Weights: what a checkpoint's names become in the module (`convert_names`), and which of the
+module's parameters are one and the same (`tied_names`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from qopt.weights import LazyWeight
+
+TRANSFORMERS_5 = int(transformers.__version__.split(".")[0]) >= 5
+
+
+# Ties ----------------------------------------------------------------------------------------
+
+
+def tied_names(model: PreTrainedModel) -> dict[str, str]:
+    """Map each tied parameter to the one it shares, as the config asks for it."""
+    if TRANSFORMERS_5:
+        return dict(model.all_tied_weights_keys)
+    if not getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False):
+        return {}
+    names = {id(module): name for name, module in model.named_modules()}
+    v4: Any = model  # members whose types differ between the versions
+    head, embedding = v4.get_output_embeddings(), v4.get_input_embeddings()
+    if head is None or embedding is None:
+        return {}
+    tied = {f"{names[id(head)]}.weight": f"{names[id(embedding)]}.weight"}
+    declared = set(v4._tied_weights_keys or ())
+    bias = f"{names[id(head)]}.bias"
+    owner = next((name for name in declared if name.endswith(".bias") and name != bias), None)
+    if bias in declared and owner is not None:
+        tied[bias] = owner
+    return tied
+
+
+# Names ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Converted:
+    """Lazy weights under the module's names, and what the module has no place for."""
+
+    weights: dict[str, LazyWeight]
+    unexpected: list[str]
+    twice: list[tuple[str, str]] = field(default_factory=list)  # (parameter, checkpoint name)
+
+
+def convert_names(model: PreTrainedModel, tensors: Mapping[str, LazyWeight]) -> Converted:
+    """Give checkpoint tensors the module's names and shapes, as `from_pretrained` would.
+
+    Renamings cost nothing. A conversion (split, merge, transpose) becomes lazy transforms; what
+    qopt has no transform for runs transformers' own function when the weight is evaluated.
+    """
+    return _convert_5(model, tensors) if TRANSFORMERS_5 else _convert_4(model, tensors)
+
+
+def ignored_patterns(model: PreTrainedModel) -> tuple[list[str], list[str]]:
+    """Patterns of names that may be missing from, or needless in, a checkpoint."""
+    missing = list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+    unexpected = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    # Old checkpoints hold these in every layer; they are computed today.
+    return missing, [*unexpected, r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
+
+
+def _convert_4(model: PreTrainedModel, tensors: Mapping[str, LazyWeight]) -> Converted:
+    expected = model.state_dict()
+    prefix = f"{model.base_model_prefix}."
+    of_base = not any(name.startswith(prefix) or name in expected for name in tensors)
+    into_base = not any(name.startswith(prefix) for name in expected)
+    v4: Any = model
+    renamed = v4._get_key_renaming_mapping(
+        list(tensors),
+        getattr(model, "_checkpoint_conversion_mapping", None) or None,
+        loading_base_model_from_task_state_dict=into_base and not of_base,
+        loading_task_model_from_base_state_dict=of_base and not into_base,
+    )
+    out = Converted({}, [])
+    for name, weight in tensors.items():
+        target = name if name in expected else renamed.get(name, name)
+        if target not in expected:
+            out.unexpected.append(name)
+        elif target in out.weights:
+            out.twice.append((target, name))
+        else:
+            out.weights[target] = weight
+    return out
+
+
+@dataclass
+class _Group:
+    """Checkpoint tensors that one converter turns into parameters of the module."""
+
+    converter: Any
+    sources: dict[str, list[LazyWeight]] = field(default_factory=dict)  # by source pattern
+
+
+def _convert_5(model: PreTrainedModel, tensors: Mapping[str, LazyWeight]) -> Converted:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    expected, prefix = model.state_dict(), model.base_model_prefix
+    out, groups = Converted({}, []), dict[str, _Group]()
+    for name in sorted(tensors, key=dot_natural_key):  # experts in the order of their numbers
+        target, pattern = rename_source_key(name, renamings, converters, prefix, expected)
+        if target not in expected and name in expected:
+            target, pattern = rename_source_key(name, [], [], prefix, expected)
+        if target not in expected:
+            out.unexpected.append(name)
+        elif pattern is not None:
+            group = groups.setdefault(target, _Group(by_pattern[pattern]))
+            group.sources.setdefault(pattern, []).append(tensors[name])
+        elif target in out.weights:
+            out.twice.append((target, name))
+        else:
+            out.weights[target] = tensors[name]
+    for first, group in groups.items():
+        for target, weight in _convert_group(model, first, group).items():
+            if target in out.weights:
+                out.twice.append((target, first))
+            out.weights[target] = weight
+    return out
+
+
+def _convert_group(model: PreTrainedModel, first: str, group: _Group) -> dict[str, LazyWeight]:
+    # Run on meta tensors the converter says names and shapes without touching a byte.
+    shapes = _run_converter(
+        model,
+        first,
+        group,
+        {
+            pattern: [torch.empty(w.shape, dtype=w.dtype, device="meta") for w in weights]
+            for pattern, weights in group.sources.items()
+        },
+    )
+    native = _native(group, list(shapes.values()))
+    if native is not None:
+        return dict(zip(shapes, native, strict=True))
+    inputs = [weight for weights in group.sources.values() for weight in weights]
+
+    def convert(index: int, values: list[Tensor]) -> Tensor:
+        rest = iter(values)
+        given = {
+            pattern: [next(rest) for _ in weights] for pattern, weights in group.sources.items()
+        }
+        values.clear()  # the converter frees what it has merged
+        return list(_run_converter(model, first, group, given).values())[index]
+
+    return {
+        target: LazyWeight.apply(
+            "convert",
+            partial(convert, index),
+            inputs,
+            meta.shape,
+            meta.dtype,
+            (
+                repr(group.converter.operations),
+                {pattern: len(weights) for pattern, weights in group.sources.items()},
+                index,
+            ),
+        )
+        for index, (target, meta) in enumerate(shapes.items())
+    }
+
+
+def _run_converter(
+    model: PreTrainedModel, first: str, group: _Group, given: dict[str, list[Tensor]]
+) -> dict[str, Tensor]:
+    converter = deepcopy(group.converter)
+    converter.collected_tensors = given
+    results = converter.convert(first, model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
+
+
+def _native(group: _Group, wanted: list[Tensor]) -> list[LazyWeight] | None:
+    """Write a chain of the common operations as lazy transforms, which read rows apart."""
+    state = [
+        group.sources[pattern]
+        for pattern in group.converter.source_patterns
+        if pattern in group.sources
+    ]
+    if len({weight.dtype for weights in state for weight in weights}) != 1:
+        return None
+    for operation in group.converter.operations:
+        step = _NATIVE.get(type(operation).__name__)
+        after = step(operation, state, wanted) if step else None
+        if after is None:
+            return None
+        state = after
+    flat = [weight for weights in state for weight in weights]
+    fits = [weight.shape for weight in flat] == [tuple(meta.shape) for meta in wanted]
+    return flat if fits else None
+
+
+_State = list[list[LazyWeight]]
+
+
+def _merge(operation: Any, state: _State, wanted: list[Tensor]) -> _State | None:
+    if operation.dim != 0:
+        return None
+    return [
+        [LazyWeight.concat([part.reshape(1, *part.shape) for part in weights])] for weights in state
+    ]
+
+
+def _concatenate(operation: Any, state: _State, wanted: list[Tensor]) -> _State | None:
+    return [[LazyWeight.concat([w for weights in state for w in weights], operation.dim)]]
+
+
+def _chunk(operation: Any, state: _State, wanted: list[Tensor]) -> _State | None:
+    whole, dim, count = state[0][0], operation.dim, len(wanted)
+    if len(state) != 1 or len(state[0]) != 1 or whole.shape[dim] % count:
+        return None
+    size = whole.shape[dim] // count
+    return [[whole.slice(dim, i * size, (i + 1) * size) for i in range(count)]]
+
+
+def _transpose(operation: Any, state: _State, wanted: list[Tensor]) -> _State | None:
+    if len(state) != 1 or len(state[0]) != 1:
+        return None
+    if operation.check_dims and state[0][0].shape == tuple(wanted[0].shape):
+        return state
+    return [[state[0][0].transpose(operation.dim0, operation.dim1)]]
+
+
+_NATIVE = {
+    "MergeModulelist": _merge,
+    "Concatenate": _concatenate,
+    "Chunk": _chunk,
+    "Transpose": _transpose,
+}
