@@ -1,0 +1,59 @@
+"""One batch of token sequences on its way through a decoder."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from qopt.artifact import Manifest
+from qopt.errors import UnsupportedError
+from qopt.runtime.cache import Cache
+from qopt.runtime.session import KEEP, Array, Session
+
+
+class Decoder:
+    """A decoder session and the cache of one batch."""
+
+    def __init__(self, session: Session, manifest: Manifest, rows: int) -> None:
+        """`rows`: sequences in the batch, all of them empty."""
+        self._session = session
+        self.cache = Cache(
+            session,
+            rows,
+            share=manifest.shared_buffer,
+            context=manifest.model.context_length,
+        )
+
+    def forward(self, ids: Array, lengths: Array | None = None, *, keep: int = 1) -> Array:
+        """Append `ids` and return the logits of each row's last `keep` tokens, all when 0.
+
+        `ids` [rows, columns] are padded on the right: row b's tokens are its first `lengths[b]`
+        columns; without `lengths` every column counts. Returns float32 [rows, n, vocabulary].
+        """
+        rows, columns = ids.shape
+        if lengths is None:
+            lengths = np.full(rows, columns)
+        new = (np.arange(columns) < lengths[:, None]).astype(np.int64)
+        mask = np.concatenate([self.cache.mask, new], axis=1)
+        self.cache.reserve(mask.shape[1])
+        feeds = {"input_ids": ids, "attention_mask": mask}
+        if "position_ids" in self._session.inputs:
+            feeds["position_ids"] = np.maximum(mask.cumsum(axis=1) - 1, 0)[:, -columns:]
+        if KEEP in self._session.inputs:
+            feeds[KEEP] = np.array([keep])
+        logits = self._session.step(feeds, self.cache)
+        self.cache.mask = mask
+        return _kept(logits, lengths, columns, keep).astype(np.float32, copy=False)
+
+
+def _kept(logits: Array, lengths: Array, columns: int, keep: int) -> Array:
+    """What was asked for, also from a model that cannot be told how many logits to keep."""
+    there = logits.shape[1]
+    if there == (keep or columns):
+        return logits
+    if keep and there == columns:
+        at = np.maximum(lengths[:, None] - keep + np.arange(keep), 0)
+        return np.take_along_axis(logits, at[:, :, None], axis=1)
+    raise UnsupportedError(
+        f"the artifact gives {there} of {columns} columns of logits, {keep or columns} are needed",
+        todo="compile it with `logits: all`",
+    )

@@ -1,0 +1,262 @@
+"""Sessions: the one place where a runtime library is called.
+
+A `Session` runs a model on named arrays, and steps a decoder whose `Cache` it reads and updates.
+`OnnxSession` is onnxruntime.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qopt.errors import UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from qopt.runtime.cache import Cache
+
+Array = NDArray[Any]
+Feeds = Mapping[str, Array]
+
+KEEP = "num_logits_to_keep"  # how many of each row's last logits to compute; 0: all columns
+CPU = "CPUExecutionProvider"
+MOST_THREADS = 8  # more rarely pays on the memory-bound decode step
+
+_DTYPES = {
+    "tensor(float)": "float32",
+    "tensor(float16)": "float16",
+    "tensor(double)": "float64",
+    "tensor(int64)": "int64",
+    "tensor(int32)": "int32",
+    "tensor(int8)": "int8",
+    "tensor(uint8)": "uint8",
+    "tensor(bool)": "bool",
+}
+
+
+class Tensor(Protocol):
+    """A value that a session keeps where it computes."""
+
+    def numpy(self) -> Array:
+        """A copy of it on the host."""
+        ...
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Type and shape of one input or output; a dimension is a number or a name."""
+
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+class Session(Protocol):
+    """A loaded model."""
+
+    inputs: dict[str, Spec]
+    outputs: dict[str, Spec]
+
+    def run(self, feeds: Feeds) -> dict[str, Array]:
+        """All outputs by name; int32 and bool arrays are taken where int64 is declared."""
+        ...
+
+    def step(self, feeds: Feeds, cache: Cache) -> Array:
+        """Run a decoder on `feeds` and the cache, which it updates; returns the logits."""
+        ...
+
+    def tensor(self, array: Array) -> Tensor:
+        """A tensor for the cache; on a CPU it shares the array's memory."""
+        ...
+
+
+def physical_cores() -> int:
+    """The physical cores that this process may use."""
+    try:
+        usable = os.sched_getaffinity(0)
+    except AttributeError:  # not on macOS
+        return os.cpu_count() or 1
+    siblings = set()
+    for cpu in usable:
+        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        siblings.add(path.read_text().strip() if path.is_file() else str(cpu))
+    return len(siblings)
+
+
+def default_threads() -> int:
+    """Threads where none are asked for: the physical cores, at most 8."""
+    return min(physical_cores(), MOST_THREADS)
+
+
+def import_onnxruntime() -> Any:
+    """onnxruntime, or an error that names what to install or to remove."""
+    wheels = {"onnxruntime", "onnxruntime-gpu"} & {
+        (dist.metadata["Name"] or "").lower().replace("_", "-") for dist in metadata.distributions()
+    }
+    if len(wheels) == 2:
+        raise UsageError(
+            "both onnxruntime and onnxruntime-gpu are installed",
+            why="they own the same Python module, so which one runs is chance",
+            todo="remove one: `pip uninstall onnxruntime` to run on the GPU, else "
+            "`pip uninstall onnxruntime-gpu`; then reinstall the other with --force-reinstall",
+        )
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise UsageError(
+            "onnxruntime is not installed",
+            why=str(error),
+            todo="pip install 'qopt-compiler[cpu]'",
+        ) from None
+    return onnxruntime
+
+
+class OnnxSession:
+    """onnxruntime on an ONNX file."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        threads: int | None = None,
+        providers: Sequence[str] = (CPU,),
+    ) -> None:
+        """`threads`: default the physical cores, at most 8; `providers`: all must be there."""
+        self._ort = import_onnxruntime()
+        options = self._ort.SessionOptions()
+        options.intra_op_num_threads = threads or default_threads()
+        source, self._keep = _without_override(path, options)
+        _refuse_missing(providers, self._ort.get_available_providers(), "this onnxruntime")
+        try:
+            self._session = self._ort.InferenceSession(source, options, providers=list(providers))
+        except Exception as error:  # onnxruntime's kinds of error share no base class of its own
+            raise UsageError(
+                "onnxruntime cannot load the model",
+                where=str(path),
+                why=str(error).strip().splitlines()[0],
+                todo="copy or compile the artifact again; `qopt doctor` shows what is installed",
+            ) from None
+        # onnxruntime drops a provider that fails to start, with no more than a log line
+        _refuse_missing(providers, self._session.get_providers(), "the session")
+        self.inputs = {i.name: _spec(i) for i in self._session.get_inputs()}
+        self.outputs = {o.name: _spec(o) for o in self._session.get_outputs()}
+        self._binding = self._session.io_binding()
+        self._bound: tuple[Cache, int] | None = None  # whose buffers the binding holds
+
+    def run(self, feeds: Feeds) -> dict[str, Array]:
+        """All outputs by name; integers of any width and bool are taken where int64 is declared."""
+        unknown = sorted(set(feeds) - set(self.inputs))
+        missing = sorted(set(self.inputs) - set(feeds) - set(self._keep))
+        if unknown or missing:
+            raise UsageError(
+                "the inputs are not the model's",
+                why=f"missing: {missing}; unknown: {unknown}",
+                todo=f"give exactly {sorted(set(self.inputs) - set(self._keep))}",
+            )
+        values = self._session.run(None, self._cast(feeds))
+        return dict(zip(self.outputs, values, strict=True))
+
+    def step(self, feeds: Feeds, cache: Cache) -> Array:
+        """Run a decoder on `feeds` and the cache, which it updates; returns the logits."""
+        if self._bound != (cache, cache.version):
+            self._bind_shared(cache)
+        binding = self._binding
+        for name, array in self._cast(feeds).items():
+            binding.bind_cpu_input(name, array)
+        # Bound anew each step, else onnxruntime writes into the tensors of the step before. What
+        # is not shared comes out where onnxruntime put it and goes back in as it is, uncopied.
+        binding.bind_output("logits")
+        for past, present in cache.loose.items():
+            binding.bind_ortvalue_input(past, cache.values[past])
+            binding.bind_output(present)
+        self._session.run_with_iobinding(binding)
+        if cache.loose:
+            logits, *presents = binding.get_outputs()[: 1 + len(cache.loose)]
+            cache.values.update(zip(cache.loose, presents, strict=True))
+            return np.asarray(logits.numpy())
+        return np.asarray(binding.get_outputs_as_ortvaluevector()[0].numpy())
+
+    def tensor(self, array: Array) -> Tensor:
+        """A tensor that shares the array's memory."""
+        value: Tensor = self._ort.OrtValue.ortvalue_from_numpy(array)
+        return value
+
+    def _bind_shared(self, cache: Cache) -> None:
+        """Bind each shared buffer as past and as present: it stays so until the cache moves it."""
+        # outputs come back in the order in which they were first bound: logits, loose, shared
+        self._binding = self._session.io_binding()
+        for name in ("logits", *cache.loose.values()):
+            self._binding.bind_output(name)
+        for past, present in cache.shared.items():
+            self._binding.bind_ortvalue_input(past, cache.values[past])
+            self._binding.bind_ortvalue_output(present, cache.values[past])
+        self._bound = (cache, cache.version)
+
+    def _cast(self, feeds: Feeds) -> dict[str, Array]:
+        return {
+            name: _cast(name, array, self.inputs[name].dtype)
+            for name, array in (self._keep | dict(feeds)).items()
+        }
+
+
+def _without_override(path: Path, options: Any) -> tuple[str | bytes, dict[str, Array]]:
+    """The model with `num_logits_to_keep` as a plain input, and the value that it then needs.
+
+    onnxruntime warns of an initializer that is an input too, and of logits with more columns than
+    the one declared for onnxruntime-genai's sake. It cannot be told to drop these two alone: a
+    session's severity is one for all its messages, and a logger callback is one for the process,
+    whose owner may have set it. So their cause goes, in memory: the initializer becomes an input
+    that qopt always feeds, the declared column a name. Whatever else onnxruntime says is printed.
+    """
+    import onnx
+    from onnx import numpy_helper
+
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except Exception as error:  # protobuf's DecodeError, which onnx does not export
+        raise UsageError("not an ONNX file", where=str(path), why=str(error)) from None
+    graph = model.graph
+    default = next((t for t in graph.initializer if t.name == KEEP), None)
+    if default is None or KEEP not in {i.name for i in graph.input}:
+        return str(path), {}
+    graph.initializer.remove(default)
+    for output in graph.output:
+        if output.name == "logits":
+            output.type.tensor_type.shape.dim[1].dim_param = "logits_kept"
+    # a model given as bytes has no folder of its own to read external data from
+    options.add_session_config_entry(
+        "session.model_external_initializers_file_folder_path", str(path.parent.resolve())
+    )
+    return model.SerializeToString(), {KEEP: numpy_helper.to_array(default)}
+
+
+def _refuse_missing(asked: Sequence[str], there: Sequence[str], whose: str) -> None:
+    missing = [name for name in asked if name not in there]
+    if missing:
+        raise UsageError(
+            f"no {', '.join(missing)}",
+            why=f"{whose} offers {', '.join(there)}",
+            todo="install the onnxruntime build for this device, or run on the CPU",
+        )
+
+
+def _spec(value: Any) -> Spec:
+    shape = tuple(d if isinstance(d, int | str) else "?" for d in value.shape)
+    dtype = _DTYPES.get(value.type)
+    if dtype is None:
+        raise UnsupportedError(f"{value.name} is a {value.type}, which this runtime does not feed")
+    return Spec(dtype, shape)
+
+
+def _cast(name: str, array: Array, dtype: str) -> Array:
+    """The array in the type the model declares; refused where numbers would change kind."""
+    if array.dtype == dtype:
+        return np.ascontiguousarray(array)
+    if array.dtype.kind in "bui" or np.dtype(dtype).kind == "f":
+        return np.ascontiguousarray(array, dtype)
+    raise UsageError(f"{name} is {array.dtype}, the model takes {dtype}", todo="convert it")
