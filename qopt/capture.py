@@ -1,0 +1,772 @@
+"""A model becomes a graph, without its weights: decoders by two roads, any other module by export.
+
+The first road goes through transformers' own attention and expert interfaces, so that an attention
+is one `qopt::attention` node, its window and scale taken from the call and from the mask function
+that the model asked for. What does not fit it takes the second road: the model's own attention stays
+aten and its cache is explicit, through `Cache.update`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+from transformers.masking_utils import AttentionMaskInterface
+
+from qopt import compat
+from qopt.errors import UnsupportedError, UsageError
+from qopt.experts import call_experts
+from qopt.graph import Graph, set_attribute
+from qopt.info import LayerInfo, ModelInfo
+from qopt.ops import OPS
+from qopt.weights import AbsentSource, LazyWeight
+
+from qopt.binding import bind_weights
+
+if TYPE_CHECKING:
+    from qopt.sources import ModelSource
+
+# No example size may be 0 or 1 (the dimension would freeze), and no two may be equal.
+BATCH, NEW, PAST = 2, 3, 5
+INTERFACE = "qopt"
+FAR = 1 << 20  # a position beyond any window that a mask could have
+
+
+class DoesNotFit(Exception):
+    """The model does something that the first road cannot express; the text says what."""
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which keys a mask lets a query see: all, those before it, or a window of those."""
+
+    causal: bool
+    window: int | None
+
+
+@dataclass
+class Recording:
+    """What the model did with its cache and masks during one traced call."""
+
+    past: Any  # tokens already cached, a symbolic integer
+    mask: Tensor
+    updates: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    masks: list[tuple[Tensor, Visibility]] = field(default_factory=list)
+    layers: dict[int, LayerInfo] = field(default_factory=dict)
+    read: set[int] = field(default_factory=set)
+
+    def visibility(self, mask: Tensor | None, module: nn.Module) -> Visibility:
+        """What a mask handed to an attention stands for."""
+        if mask is None:
+            return Visibility(bool(getattr(module, "is_causal", True)), None)
+        for known, meaning in self.masks:
+            if known is mask:
+                return meaning
+        raise DoesNotFit("the model changes its attention mask after making it")
+
+    def layer_of(self, key: Tensor, value: Tensor) -> int:
+        """The layer whose cache holds exactly these keys and values."""
+        for layer, (known_key, known_value) in self.updates.items():
+            if known_key is key and known_value is value:
+                return layer
+        raise DoesNotFit("an attention reads keys that are not what the cache returned")
+
+
+_recording: Recording | None = None
+
+
+class ImpliedCache(Cache):  # type: ignore[misc]
+    """Stands in for the cache on the first road: hands the new keys back, the op holds the past."""
+
+    def __init__(self, recording: Recording, layers: int) -> None:
+        self.recording, self.count, self.layers = recording, layers, []
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        """Note the new keys and values of a layer."""
+        if layer_idx in self.recording.updates:
+            raise DoesNotFit(f"layer {layer_idx} writes its cache twice")
+        self.recording.updates[layer_idx] = key, value
+        return key, value
+
+    def get_seq_length(self, layer_idx: int | None = 0, *_: Any) -> Any:
+        """Tokens already cached."""
+        return self.recording.past
+
+    def get_query_offset(self, layer_idx: int | None = 0) -> Any:
+        """Slot of the first new token."""
+        return self.recording.past
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int | None = 0) -> tuple[Any, int]:
+        """Keys in sight, and the slot of the first of them."""
+        return self.recording.past + length_of(query_length), 0
+
+    def get_max_length(self, *_: Any) -> int:
+        """No limit."""
+        return -1
+
+    def get_max_cache_shape(self, *_: Any) -> int:
+        """No limit (its name before transformers 5.20)."""
+        return -1
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        """Recurrent states are not kept on this road."""
+        raise DoesNotFit("the model keeps recurrent state")
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """No layer drops keys: windows are arguments of the op."""
+        return [False] * self.count
+
+    @property
+    def is_compileable(self) -> bool:
+        """Take the plain branches of the model."""
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        """There is a past."""
+        return True
+
+    def __len__(self) -> int:
+        return self.count
+
+
+class ExplicitCache(ImpliedCache):
+    """The cache of the second road: `update` concatenates in plain sight."""
+
+    def __init__(self, recording: Recording, past: list[tuple[Tensor, Tensor]]) -> None:
+        super().__init__(recording, len(past))
+        self.past = past
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        """Join past and new; the result is also the graph's output."""
+        if layer_idx in self.recording.updates:
+            raise DoesNotFit(f"layer {layer_idx} writes its cache twice")
+        past_key, past_value = self.past[layer_idx]
+        joined = torch.cat([past_key, key], 2), torch.cat([past_value, value], 2)
+        self.recording.updates[layer_idx] = joined
+        return joined
+
+
+def length_of(query: Any) -> Any:
+    """The number of queries, which older transformers give as a tensor of positions."""
+    return query.shape[0] if isinstance(query, Tensor) else query
+
+
+def record_mask(
+    *, batch_size: Any, mask_function: Callable[..., Any], dtype: Any = None, **_: Any
+) -> Tensor:
+    """Stand in for transformers' mask maker: returns a token that `record_attention` recognises."""
+    assert _recording is not None
+    token = torch.empty(batch_size, 1, 2, 2, dtype=torch.bool)
+    _recording.masks.append((token, classify(mask_function)))
+    return token
+
+
+def classify(mask_function: Callable[..., Any]) -> Visibility:
+    """Find out what a mask function lets a query see, by asking it."""
+    with _disable_current_modes():
+
+        def row(query: int, keys: Tensor) -> Tensor:
+            zero = torch.zeros((), dtype=torch.int64)
+            seen = mask_function(zero, zero, torch.tensor(query), keys)
+            return torch.as_tensor(seen).expand(keys.shape)
+
+        near = torch.arange(FAR - 2, FAR + 3)
+        if bool(row(FAR, near).all()):
+            found = Visibility(False, None)
+        else:
+            seen = row(FAR, torch.arange(FAR + 1))
+            width = int(seen.sum())
+            found = Visibility(True, None if width == FAR + 1 else width)
+        for query in (0, 1, 2, 7, *(w for w in (found.window or 0,) for w in (w - 1, w, w + 1))):
+            keys = torch.arange(max(query, 0) + 9)
+            want = torch.ones_like(keys, dtype=torch.bool)
+            if found.causal:
+                want &= keys <= query
+            if found.window is not None:
+                want &= query - keys < found.window
+            if query >= 0 and not torch.equal(row(query, keys).bool(), want):
+                raise DoesNotFit("a mask is neither causal nor a window")
+    return found
+
+
+IGNORED = {"dropout", "training", "output_attentions", "use_cache", "cache_position", "position_ids"}
+
+
+def record_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """Stand in for an attention kernel: one `qopt::attention` node."""
+    recording = _recording
+    assert recording is not None
+    unknown = [k for k, v in rest.items() if isinstance(v, Tensor) and k not in IGNORED]
+    if unknown:
+        raise DoesNotFit(f"an attention takes {', '.join(unknown)}")
+    if len(query.shape) != 4:
+        raise DoesNotFit(f"an attention takes queries of {len(query.shape)} dimensions")
+    layer = recording.layer_of(key, value)
+    sees = recording.visibility(attention_mask, module)
+    if is_causal is not None and attention_mask is None:
+        sees = Visibility(is_causal, None)
+    if not sees.causal:
+        raise DoesNotFit("an attention over a cache sees the future")
+    if sliding_window is not None and sees.window is None and attention_mask is None:
+        sees = Visibility(True, sliding_window)
+    own = len(recording.read) and layer in recording.read
+    here = LayerInfo(
+        kv_heads=int(key.shape[1]),
+        key_size=int(key.shape[3]),
+        value_size=int(value.shape[3]),
+        window=sees.window,
+    )
+    recording.read.add(layer)
+    if own and recording.layers[layer].window != sees.window:
+        # The cache serves the wider of the two.
+        here.window = None
+    recording.layers[layer] = here
+    out = OPS["attention"].target(
+        query,
+        key,
+        value,
+        recording.mask,
+        s_aux,
+        layer=layer,
+        scale=float(scaling if scaling is not None else query.shape[-1] ** -0.5),
+        window=sees.window,
+        softcap=float(softcap) if softcap else None,
+    )
+    return out, None
+
+
+AttentionInterface.register(INTERFACE, record_attention)
+AttentionMaskInterface.register(INTERFACE, record_mask)
+compat.register_experts(INTERFACE, call_experts)
+
+
+class ImpliedStep(nn.Module):
+    """One call of a decoder on the first road: logits, the cache implied."""
+
+    def __init__(self, model: nn.Module, layers: int, positions: bool) -> None:
+        super().__init__()
+        self.model, self.layers, self.positions = model, layers, positions
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+        """Trace the model over (B, S) ids; `attention_mask` is (B, past + S)."""
+        global _recording
+        past = attention_mask.shape[1] - input_ids.shape[1]
+        _recording = Recording(past, attention_mask)
+        cache = ImpliedCache(_recording, self.layers)
+        return call_model(
+            self.model, input_ids, attention_mask, position_ids if self.positions else None, cache
+        )
+
+
+class ExplicitStep(nn.Module):
+    """One call of a decoder on the second road: logits and the grown cache."""
+
+    def __init__(self, model: nn.Module, positions: bool) -> None:
+        super().__init__()
+        self.model, self.positions = model, positions
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        past: list[tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Trace the model over (B, S) ids and a past of (B, heads, P, size) a layer."""
+        recording = Recording(past[0][0].shape[2], attention_mask)
+        cache = ExplicitCache(recording, past)
+        logits = call_model(
+            self.model, input_ids, attention_mask, position_ids if self.positions else None, cache
+        )
+        missing = [n for n in range(len(past)) if n not in recording.updates]
+        if missing:
+            raise DoesNotFit(f"layers {missing} never write the cache")
+        return logits, [recording.updates[n] for n in range(len(past))]
+
+
+def call_model(
+    model: nn.Module, ids: Tensor, mask: Tensor | None, positions: Tensor | None, cache: Any
+) -> Tensor:
+    """Call a transformers decoder under the names of this version's arguments; returns its logits."""
+    accepted = inspect.signature(model.forward).parameters
+    name = "cache" if "cache" in accepted else "past_key_values"
+    if name not in accepted:
+        raise UnsupportedError(
+            f"{type(model).__name__} takes no KV cache",
+            why="it is not an autoregressive decoder with attention",
+        )
+    given = {"input_ids": ids, "attention_mask": mask, name: cache, "use_cache": cache is not None}
+    if positions is not None:
+        given["position_ids"] = positions
+    if "logits_to_keep" in accepted:
+        given["logits_to_keep"] = 0
+    given = {k: v for k, v in given.items() if k in accepted or k == "use_cache"}
+    return model(**given, return_dict=True).logits  # type: ignore[no-any-return]
+
+
+class KnownValues(TorchDispatchMode):
+    """Follows, through a run on fake tensors, the integers whose values are known.
+
+    `leaks` lists every known tensor that meets an unknown one, in order: two runs with equal leaks
+    compute the same thing from their integers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[int, tuple[Tensor, Tensor]] = {}
+        self.leaks: list[tuple[str, Tensor]] = []
+
+    def know(self, fake: Tensor, real: Tensor) -> None:
+        """State that `fake` holds `real`."""
+        self.values[id(fake)] = fake, real
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the op on fake tensors, and on the real ones where all of them are known."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        known = [self.values[id(t)][1] for t in tensors if id(t) in self.values]
+        if len(known) < len(tensors):
+            self.leaks += [(str(func), value) for value in known]
+            return out
+        if not tensors and not isinstance(out, Tensor):
+            return out
+        self._follow(func, args, kwargs, out)
+        return out
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        def real(x: Any) -> Any:
+            return self.values[id(x)][1] if isinstance(x, Tensor) else x
+
+        sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, Tensor)]
+        if sum(sizes) > 1 << 16 or "rand" in str(func) or "empty" in str(func):
+            return
+        with _disable_current_modes():
+            result = func(*tree_map(real, args), **tree_map(real, kwargs))
+        for fake, value in zip(tree_leaves(out), tree_leaves(result), strict=True):
+            if isinstance(fake, Tensor):
+                self.know(fake, value)
+
+
+def default_positions_are_plain(model: nn.Module, config: Any) -> bool:
+    """Whether the model, given no position ids, counts 0, 1, 2, ... as we would."""
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return False
+    compat.set_attention(model, "eager")
+    lists = []
+    vocabulary = int(getattr(config, "vocab_size", 0) or 64)
+    pad = getattr(config, "pad_token_id", None)
+    free = [i for i in range(min(vocabulary, 64)) if i != pad][-10:]
+    free = (free * 10)[:10]
+    for give in (True, False):
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        fake_model = with_fake_parameters(model, mode)
+        with mode, KnownValues() as known, torch.no_grad():
+            tensors = []
+            for rows in ([free[:5], free[5:]], [[1] * 5] * 2, [list(range(5))] * 2):
+                with _disable_current_modes():
+                    real = torch.tensor(rows)
+                fake = mode.from_tensor(real)
+                known.know(fake, real)
+                tensors.append(fake)
+            ids, mask, positions = tensors
+            try:
+                call_model(fake_model, ids, mask, positions if give else None, None)
+            except Exception:  # a branch on data that is not there: the probes decide later
+                return True
+        lists.append(known.leaks)
+    return len(lists[0]) == len(lists[1]) and all(
+        a == b and torch.equal(x, y) for (a, x), (b, y) in zip(*lists, strict=True)
+    )
+
+
+def with_fake_parameters(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """Give the model fake parameters of this mode; its small buffers stay real."""
+    with mode:
+        for module in model.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    module._parameters[name] = nn.Parameter(empty, requires_grad=False)
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None and buffer.device.type == "meta":
+                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    return model
+
+
+def capture(source: ModelSource, dtype: torch.dtype) -> Graph:
+    """Turn a source into a graph in `dtype`.
+
+    Raises `UnsupportedError` where the model cannot be captured, with the reason of each road.
+    """
+    if source.kind == "decoder":
+        return capture_decoder(source, dtype)
+    return capture_module(source, dtype)
+
+
+def capture_decoder(source: ModelSource, dtype: torch.dtype) -> Graph:
+    """Capture a transformers decoder by the first road that fits."""
+    config = source.config
+    model = compat.empty_decoder(config, dtype, INTERFACE)
+    bound = bind_weights(model, source)
+    stateful(model)
+    with patched_rope(model):
+        positions = default_positions_are_plain(model, config)
+        reasons = []
+        for road in (first_road, second_road):
+            try:
+                with quiet():
+                    graph = road(model, config, dtype, positions)
+                break
+            except Exception as error:
+                reasons.append(f"{road.__name__.replace('_', ' ')}: {reason_of(error)}")
+        else:
+            raise UnsupportedError(
+                f"{type(model).__name__} cannot be captured", why="; ".join(reasons)
+            )
+    attach_weights(graph, model, bound, dtype)
+    describe_model(graph.info, source)
+    if reasons:
+        graph.notes.append(f"attention stays as the model writes it ({reasons[0]})")
+    return graph
+
+
+def stateful(model: nn.Module) -> None:
+    """Put the model into the mode in which it is served."""
+    model.eval()
+    model.requires_grad_(False)
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of an error, with its kind where it says little by itself."""
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    lines = str(cause).strip().splitlines()
+    text = lines[0] if lines else type(cause).__name__
+    return text if isinstance(cause, DoesNotFit) else f"{type(cause).__name__}: {text}"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence what torch.export warns about on every model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def patched_rope(model: nn.Module) -> Iterator[None]:
+    """Put qopt's stateless form of length-dependent rotary embeddings into the model."""
+    from qopt.rope import stateless
+
+    with stateless(model):
+        yield
+
+
+def first_road(model: nn.Module, config: Any, dtype: torch.dtype, positions: bool) -> Graph:
+    """Attention and experts as one node each, the cache implied."""
+    compat.set_attention(model, INTERFACE)
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    with_fake_parameters(model, mode)
+    layers = compat.layer_count(config)
+    step = ImpliedStep(model, layers, positions)
+    dynamic = torch.export.Dim.DYNAMIC
+    with mode, torch.no_grad():
+        args = (
+            torch.ones(BATCH, NEW, dtype=torch.int64),
+            torch.ones(BATCH, PAST + NEW, dtype=torch.int64),
+            torch.ones(BATCH, NEW, dtype=torch.int64),
+        )
+        shapes = ({0: dynamic, 1: dynamic},) * 3
+        program = torch.export.export(step, args, dynamic_shapes=shapes, strict=False)
+    recording = _recording  # export puts back what a trace assigns to a module
+    assert recording is not None
+    unread = sorted(set(recording.updates) - recording.read)
+    if unread or not recording.read:
+        raise DoesNotFit(
+            f"the attention of layers {unread} does not go through the interface"
+            if unread
+            else "no attention goes through the interface"
+        )
+    info = ModelInfo(kind="decoder", layers=cache_layers(recording))
+    return graph_of(program, info, mode, ["logits"])
+
+
+def cache_layers(recording: Recording) -> list[LayerInfo]:
+    """The layers in order; the numbers that models give them may have gaps."""
+    return [recording.layers[n] for n in sorted(recording.layers)]
+
+
+def second_road(model: nn.Module, config: Any, dtype: torch.dtype, positions: bool) -> Graph:
+    """The model's own attention as aten, the cache as inputs and outputs."""
+    compat.set_attention(model, "eager")
+    shapes = cache_shapes(model, config, dtype)
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    with_fake_parameters(model, mode)
+    dynamic = torch.export.Dim.DYNAMIC
+    step = ExplicitStep(model, positions)
+    with mode, torch.no_grad():
+        past = [
+            (
+                torch.zeros(BATCH, heads, PAST, key, dtype=dtype),
+                torch.zeros(BATCH, heads, PAST, value, dtype=dtype),
+            )
+            for heads, key, value in shapes
+        ]
+        args = (
+            torch.ones(BATCH, NEW, dtype=torch.int64),
+            torch.ones(BATCH, PAST + NEW, dtype=torch.int64),
+            torch.ones(BATCH, NEW, dtype=torch.int64),
+            past,
+        )
+        token = {0: dynamic, 1: dynamic}
+        layer = ({0: dynamic, 2: dynamic},) * 2
+        program = torch.export.export(
+            step,
+            args,
+            dynamic_shapes=(token, token, token, [layer] * len(past)),
+            strict=False,
+        )
+    names = ["logits"]
+    for n in range(len(shapes)):
+        names += [f"present.{n}.key", f"present.{n}.value"]
+    info = ModelInfo(
+        kind="decoder",
+        layers=[LayerInfo(kv_heads=h, key_size=k, value_size=v) for h, k, v in shapes],
+        ragged=False,
+    )
+    graph = graph_of(program, info, mode, names)
+    rename_inputs(graph, len(shapes))
+    info.ragged = counts_tokens(graph, positions)
+    return graph
+
+
+def counts_tokens(graph: Graph, positions: bool) -> bool:
+    """Whether positions come from the caller or the mask, and no window counts cache slots.
+
+    A model of the second road that numbers cache slots is wrong on the holes that padding leaves.
+    """
+    cumulative = bool(graph.find(torch.ops.aten.cumsum.default))
+    arange = graph.find(
+        torch.ops.aten.arange.default, torch.ops.aten.arange.start, torch.ops.aten.arange.start_step
+    )
+    subtracts = any(
+        user.target in (torch.ops.aten.sub.Tensor, torch.ops.aten.rsub.Scalar)
+        for node in arange
+        for user in reach(node, 6)
+    )
+    return (positions or cumulative) and not subtracts
+
+
+def reach(node: fx.Node, depth: int) -> set[fx.Node]:
+    """Nodes at most `depth` uses after `node`."""
+    found, frontier = set(), {node}
+    for _ in range(depth):
+        frontier = {user for n in frontier for user in n.users} - found
+        found |= frontier
+    return found
+
+
+def cache_shapes(
+    model: nn.Module, config: Any, dtype: torch.dtype
+) -> list[tuple[int, int, int]]:
+    """(heads, key size, value size) of each layer, seen once on fake tensors of fixed size."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with_fake_parameters(model, mode)
+    with mode, torch.no_grad():
+        ids = torch.ones(BATCH, NEW, dtype=torch.int64)
+        recording = Recording(0, torch.ones(BATCH, NEW, dtype=torch.int64))
+        cache = ImpliedCache(recording, compat.layer_count(config))
+        call_model(model, ids, recording.mask, None, cache)
+    if not recording.updates:
+        raise DoesNotFit("the model never writes a KV cache")
+    for key, value in recording.updates.values():
+        if key.dim() != 4 or key.shape[2] != NEW:
+            raise DoesNotFit(f"a cache of shape {tuple(key.shape)} is not (batch, heads, tokens, size)")
+    return [
+        (int(k.shape[1]), int(k.shape[3]), int(v.shape[3]))
+        for _, (k, v) in sorted(recording.updates.items())
+    ]
+
+
+def rename_inputs(graph: Graph, layers: int) -> None:
+    """Give the cache inputs the artifact's names."""
+    past = [n for n in graph.inputs if n.name not in ("input_ids", "attention_mask", "position_ids")]
+    if len(past) != 2 * layers:
+        raise DoesNotFit(f"{len(past)} cache inputs for {layers} layers")
+    for i, node in enumerate(past):
+        node.meta["input"] = f"past_key_values.{i // 2}.{('key', 'value')[i % 2]}"
+
+
+def capture_module(source: ModelSource, dtype: torch.dtype) -> Graph:
+    """Capture any other module, or take a program that was exported before."""
+    program = source.program
+    if program is None:
+        module = source.module
+        assert module is not None
+        stateful(module)
+        args, shapes = source.args, source.dynamic_shapes
+        if shapes is None:
+            shapes = batch_dimension(args)
+        try:
+            with quiet(), torch.no_grad():
+                program = torch.export.export(module, args, dynamic_shapes=shapes, strict=False)
+        except Exception as error:
+            raise UnsupportedError(
+                f"{type(module).__name__} cannot be exported", why=reason_of(error)
+            ) from error
+    mode = fake_mode_of(program)
+    names = [
+        spec.arg.name if hasattr(spec.arg, "name") else f"output_{i}"
+        for i, spec in enumerate(program.graph_signature.output_specs)
+    ]
+    info = ModelInfo(kind="module", model_type=getattr(source.config, "model_type", None))
+    graph = graph_of(program, info, mode, names)
+    bound = dict(source.tensors)
+    state = {**program.state_dict, **program.constants}
+    for node in [n for n in graph.nodes if n.op == "get_attr"]:
+        name = str(node.target)
+        if name in bound:
+            graph.weights[name] = bound[name]
+        elif isinstance(state.get(name), Tensor):
+            graph.weights[name] = LazyWeight.memory(state[name])
+    return graph
+
+
+def batch_dimension(args: tuple[Any, ...]) -> Any:
+    """Dimension 0 of every tensor is the batch, where they agree and it is not 1."""
+    tensors = [a for a in tree_leaves(args) if isinstance(a, Tensor) and a.dim()]
+    sizes = {a.shape[0] for a in tensors}
+    if len(sizes) != 1 or sizes <= {0, 1}:
+        return None
+    dynamic = torch.export.Dim.DYNAMIC
+    return tree_map(
+        lambda a: {0: dynamic} if isinstance(a, Tensor) and a.dim() else None, tuple(args)
+    )
+
+
+def fake_mode_of(program: torch.export.ExportedProgram) -> FakeTensorMode:
+    """The mode that the program's values belong to."""
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if hasattr(value, "fake_mode"):
+            return value.fake_mode  # type: ignore[no-any-return]
+    raise UsageError("the program has no tensor")
+
+
+def graph_of(
+    program: torch.export.ExportedProgram, info: ModelInfo, mode: FakeTensorMode, names: list[str]
+) -> Graph:
+    """Turn an exported program into a `Graph`: parameters become `get_attr`, results keep order."""
+    signature = program.graph_signature
+    lifted = {
+        **signature.inputs_to_parameters,
+        **signature.inputs_to_buffers,
+        **signature.inputs_to_lifted_tensor_constants,
+    }
+    if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
+        changed = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
+        raise DoesNotFit(f"the model writes into its own state: {', '.join(changed)}")
+    module = fx.GraphModule({}, fx.Graph())
+    copies: dict[fx.Node, fx.Node] = {}
+    weights: dict[str, LazyWeight] = {}
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and node.name in lifted:
+            name = lifted[node.name]
+            if info.kind == "decoder":  # the step module holds the model under this name
+                name = name.removeprefix("model.")
+            set_attribute(module, name, node.meta["val"])
+            weights[name] = LazyWeight.of(
+                AbsentSource(tuple(node.meta["val"].shape), node.meta["val"].dtype, name)
+            )
+            copies[node] = module.graph.get_attr(name)
+            constant = program.constants.get(lifted[node.name])
+            if isinstance(constant, Tensor) and not hasattr(constant, "fake_mode"):
+                weights[name] = LazyWeight.memory(constant)
+        elif node.op == "output":
+            results = [n for n in node.args[0] if isinstance(n, fx.Node)]
+            copies[node] = module.graph.output([copies[n] for n in results])
+            continue
+        else:
+            copies[node] = module.graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = {
+            k: v for k, v in node.meta.items() if k in ("val", "stack_trace", "nn_module_stack")
+        }
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            shape = getattr(node.meta.get("val"), "shape", ())
+            node.meta["dynamic"] = tuple(
+                i for i, dim in enumerate(shape) if isinstance(dim, torch.SymInt)
+            )
+    module.recompile()
+    graph = Graph(module, weights, info, mode, names)
+    return graph
+
+
+def attach_weights(
+    graph: Graph, model: nn.Module, bound: dict[str, LazyWeight], dtype: torch.dtype
+) -> None:
+    """Give every `get_attr` its weight: from the checkpoint, or a small buffer that the model made."""
+    buffers = dict(model.named_buffers())
+    for node in graph.nodes:
+        if node.op != "get_attr":
+            continue
+        name = str(node.target)
+        wanted: torch.dtype = node.meta["val"].dtype
+        if name in bound:
+            graph.weights[name] = bound[name].cast(wanted)
+        elif name in buffers and not hasattr(buffers[name], "fake_mode"):
+            graph.weights[name] = LazyWeight.memory(buffers[name]).cast(wanted)
+
+
+def describe_model(info: ModelInfo, source: ModelSource) -> None:
+    """Fill in what the config says of the whole model."""
+    config, generation = source.config, source.generation_config
+    info.model_type = getattr(config, "model_type", None)
+    for name in ("vocab_size", "hidden_size"):
+        value = getattr(config, name, None)
+        setattr(info, name, int(value) if isinstance(value, int) else None)
+    heads = getattr(config, "num_attention_heads", None)
+    info.attention_heads = heads if isinstance(heads, int) else None
+    context = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    info.context_length = context if isinstance(context, int) else None
+    info.bos_token_id = scalar(generation.get("bos_token_id", getattr(config, "bos_token_id", None)))
+    info.pad_token_id = scalar(generation.get("pad_token_id", getattr(config, "pad_token_id", None)))
+    ids: list[int] = []
+    for found in (getattr(config, "eos_token_id", None), generation.get("eos_token_id")):
+        for value in found if isinstance(found, list | tuple) else [found]:
+            if isinstance(value, int) and value not in ids:
+                ids.append(value)
+    info.eos_token_ids = ids
+
+
+def scalar(value: Any) -> int | None:
+    """A single id; a list has none (F06)."""
+    return value if isinstance(value, int) else None

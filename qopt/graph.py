@@ -1,0 +1,353 @@
+"""The one form of a model from capture to emission: an fx module, lazy weights, and what is known."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from qopt.errors import QoptError
+from qopt.info import ModelInfo
+from qopt.ops import OPS
+from qopt.weights import LazyWeight
+
+ATTENTION = OPS["attention"].target
+CACHED_ATTENTION = OPS["cached_attention"].target
+
+
+class GraphError(QoptError):
+    """A graph that breaks its own rules: a bug in capture or in a pass."""
+
+
+@dataclass
+class Graph:
+    """A model: `module` of core aten and `qopt::` ops, its `weights` by name, and `info`.
+
+    Parameters stand in the module as `get_attr` nodes over fake tensors (shape and dtype only).
+    `outputs` names the results in order; `defaults` gives the inputs that a caller may leave out.
+    """
+
+    module: fx.GraphModule
+    weights: dict[str, LazyWeight]
+    info: ModelInfo
+    fake_mode: FakeTensorMode
+    outputs: list[str]
+    defaults: dict[str, Tensor] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def fx(self) -> fx.Graph:
+        """The fx graph itself."""
+        return self.module.graph
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """All nodes in order, as a list that may be iterated while the graph changes."""
+        return list(self.fx.nodes)
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """The graph's inputs in order."""
+        return [node for node in self.fx.nodes if node.op == "placeholder"]
+
+    @property
+    def output(self) -> fx.Node:
+        """The output node."""
+        return next(iter(reversed(self.fx.nodes)))
+
+    @property
+    def results(self) -> list[fx.Node]:
+        """The nodes that the outputs are, in the order of `outputs`."""
+        return list(self.output.args[0])  # type: ignore[arg-type]
+
+    def find(self, *targets: Any) -> list[fx.Node]:
+        """Every call of one of `targets`, in order."""
+        return [n for n in self.fx.nodes if n.op == "call_function" and n.target in targets]
+
+    def weight(self, node: Any) -> LazyWeight | None:
+        """The weight that `node` reads, or None where it is something else."""
+        if isinstance(node, fx.Node) and node.op == "get_attr":
+            return self.weights.get(str(node.target))
+        return None
+
+    def add_weight(self, name: str, weight: LazyWeight) -> fx.Node:
+        """Add a weight and a node that reads it, at the current place of insertion."""
+        while name in self.weights:
+            name += "_"
+        self.weights[name] = weight
+        with self.fake_mode:
+            value = torch.empty(weight.shape, dtype=weight.dtype)
+        set_attribute(self.module, name, value)
+        node = self.fx.get_attr(name)
+        node.meta["val"] = value
+        return node
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """Insert a call at the current place of insertion, its shape computed on fake tensors."""
+        node = self.fx.call_function(target, args, kwargs)
+        self.infer(node)
+        return node
+
+    def infer(self, node: fx.Node) -> None:
+        """Compute `node.meta["val"]` from its arguments'."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with self.fake_mode:
+            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+    @contextmanager
+    def before(self, node: fx.Node) -> Iterator[None]:
+        """Insert before `node` inside the block."""
+        with self.fx.inserting_before(node):
+            yield
+
+    @contextmanager
+    def after(self, node: fx.Node) -> Iterator[None]:
+        """Insert after `node` inside the block."""
+        following = node.next
+        with self.fx.inserting_before(following):
+            yield
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Let every user of `old` use `new`, and erase `old` with what only it used."""
+        old.replace_all_uses_with(new)
+        self.erase(old)
+
+    def erase(self, node: fx.Node) -> None:
+        """Erase a node without users, then those of its inputs that nobody uses any more."""
+        stack = [node]
+        while stack:
+            dead = stack.pop()
+            if dead.users or dead.op in ("placeholder", "output") or dead._erased:
+                continue
+            sources = dead.all_input_nodes
+            self.fx.erase_node(dead)
+            stack.extend(sources)
+
+    def sweep(self) -> None:
+        """Forget weights that no node reads."""
+        used = {str(node.target) for node in self.fx.nodes if node.op == "get_attr"}
+        for name in [name for name in self.weights if name not in used]:
+            del self.weights[name]
+
+    def listing(self) -> str:
+        """One node a line, in order, with shapes: stable from run to run."""
+        return "\n".join(describe(node) for node in self.fx.nodes)
+
+    def convex(self, nodes: Iterable[fx.Node]) -> bool:
+        """Whether no path leaves `nodes` and comes back: only such a set can become one node."""
+        inside = set(nodes)
+        frontier = [user for node in inside for user in node.users if user not in inside]
+        seen = set(frontier)
+        while frontier:
+            for user in frontier.pop().users:
+                if user in inside:
+                    return False
+                if user not in seen:
+                    seen.add(user)
+                    frontier.append(user)
+        return True
+
+    def dataflow(self) -> nx.DiGraph:
+        """The nodes as a networkx graph, an edge from each value to its user."""
+        graph = nx.DiGraph()
+        for node in self.fx.nodes:
+            graph.add_node(node)
+            graph.add_edges_from((source, node) for source in node.all_input_nodes)
+        return graph
+
+    def verify(self) -> None:
+        """Raise `GraphError` unless the graph is whole: order, values, ops and dynamic dimensions."""
+        self.fx.lint()
+        for node in self.fx.nodes:
+            problem = self._problem(node)
+            if problem:
+                raise GraphError(problem, where=describe(node))
+        if len(self.results) != len(self.outputs):
+            raise GraphError(f"{len(self.results)} results for {len(self.outputs)} output names")
+
+    def _problem(self, node: fx.Node) -> str | None:
+        if node.op == "output":
+            return None
+        if "val" not in node.meta:
+            return 'the node has no meta["val"]'
+        if node.op == "get_attr":
+            weight = self.weights.get(str(node.target))
+            if weight is None:
+                return f"no weight is named {node.target}"
+            if tuple(node.meta["val"].shape) != tuple(weight.shape):
+                return f"the weight has shape {weight.shape}, the graph says otherwise"
+        elif node.op not in ("placeholder", "call_function"):
+            return f"op kind {node.op} is not allowed"
+        elif node.op == "call_function" and not allowed(node.target):
+            return f"{node.target} is not an aten or qopt op"
+        frozen = node.meta.get("dynamic", ())
+        for dim in frozen:
+            if not isinstance(node.meta["val"].shape[dim], torch.SymInt):
+                return f"dimension {dim} is declared dynamic and became {node.meta['val'].shape[dim]}"
+        return None
+
+    def interpret(
+        self, inputs: dict[str, Tensor], cache: dict[int, tuple[Tensor, Tensor]] | None = None
+    ) -> dict[str, Tensor]:
+        """Run the graph on real tensors, reading each weight at its use and freeing after last use.
+
+        `cache` serves a graph whose KV cache is still implied: keys and values by layer, read and
+        extended in place.
+        """
+        with torch.no_grad():
+            results = _Interpreter(self, {} if cache is None else cache).run_graph(inputs)
+        return dict(zip(self.outputs, results, strict=True))
+
+
+class _Interpreter:
+    """Runs nodes in order; a value lives until its last user ran."""
+
+    def __init__(self, graph: Graph, cache: dict[int, tuple[Tensor, Tensor]]) -> None:
+        self.graph, self.cache = graph, cache
+        self.env: dict[fx.Node, Any] = {}
+
+    def run_graph(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+        last = last_uses(self.graph.fx)
+        for node in self.graph.fx.nodes:
+            if node.op == "placeholder":
+                given = inputs.get(node.name, self.graph.defaults.get(node.name))
+                if given is None:
+                    raise GraphError(f"input {node.name} is missing")
+                self.env[node] = given
+            elif node.op == "get_attr":
+                self.env[node] = self.graph.weights[str(node.target)].evaluate()
+            elif node.op == "output":
+                return [self.env[n] for n in node.args[0]]
+            else:
+                self.env[node] = self._call(node)
+            for dead in last.get(node, ()):
+                del self.env[dead]
+        raise GraphError("the graph has no output")
+
+    def _call(self, node: fx.Node) -> Any:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.env[n])
+        if node.target is ATTENTION:
+            return self._attend(args, dict(kwargs))
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _attend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        q, k, v, mask, *rest = args
+        layer = kwargs.pop("layer")
+        if k is None:  # another layer's cache is read
+            raise GraphError("attention without keys")
+        past_k, past_v = self.cache.get(layer, (None, None))
+        out, key, value = CACHED_ATTENTION(q, k, v, past_k, past_v, mask, *rest, **kwargs)
+        self.cache[layer] = key, value
+        return out  # type: ignore[no-any-return]
+
+
+def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, the values that nobody needs after it."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        last[node] = node
+        for source in node.all_input_nodes:
+            last[source] = node
+    dead: dict[fx.Node, list[fx.Node]] = {}
+    for value, node in last.items():
+        if value.op != "output":
+            dead.setdefault(node, []).append(value)
+    return dead
+
+
+SYMBOLIC = {
+    operator.add,
+    operator.sub,
+    operator.mul,
+    operator.floordiv,
+    operator.mod,
+    operator.neg,
+    operator.truediv,
+    operator.pow,
+    operator.getitem,
+    operator.eq,
+    operator.ne,
+    operator.lt,
+    operator.le,
+    operator.gt,
+    operator.ge,
+    torch.sym_max,
+    torch.sym_min,
+    torch.sym_int,
+    torch.sym_float,
+    torch.sym_ite,
+    torch.sym_not,
+    torch.sym_sum,
+}
+
+
+def allowed(target: Any) -> bool:
+    """Whether a graph may call `target`."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace in ("aten", "qopt", "prims")
+    return target in SYMBOLIC
+
+
+def set_attribute(module: fx.GraphModule, name: str, value: Any) -> None:
+    """Hang `value` on the module under a dotted name, making the modules on the way."""
+    *path, leaf = name.split(".")
+    owner: torch.nn.Module = module
+    for part in path:
+        if not hasattr(owner, part):
+            owner.add_module(part, torch.nn.Module())
+        owner = getattr(owner, part)
+    setattr(owner, leaf, value)
+
+
+def describe(node: fx.Node) -> str:
+    """One line for a node: name, target, arguments, dtype and shape."""
+    if node.op == "output":
+        return f"return {format_argument(node.args[0])}"
+    value = node.meta.get("val")
+    shape = f"  # {describe_value(value)}" if value is not None else ""
+    if node.op == "placeholder":
+        return f"{node.name} = input{shape}"
+    if node.op == "get_attr":
+        return f"{node.name} = weight {node.target}{shape}"
+    args = [format_argument(a) for a in node.args]
+    args += [f"{k}={format_argument(v)}" for k, v in node.kwargs.items()]
+    return f"{node.name} = {target_name(node.target)}({', '.join(args)}){shape}"
+
+
+def describe_value(value: Any) -> str:
+    """Dtype and shape of a value, symbols as they are named."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
+    if isinstance(value, list | tuple):
+        return "(" + ", ".join(map(describe_value, value)) + ")"
+    return str(value)
+
+
+def format_argument(argument: Any) -> str:
+    """An argument as the listing shows it."""
+    if isinstance(argument, fx.Node):
+        return argument.name
+    if isinstance(argument, list | tuple):
+        return "[" + ", ".join(map(format_argument, argument)) + "]"
+    return repr(argument)
+
+
+def target_name(target: Any) -> str:
+    """`aten.add.Tensor`, `qopt.rms_norm`, `getitem`."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target).removesuffix(".default")
+    return getattr(target, "__name__", str(target))
+
+
+def symbols(value: Any) -> Sequence[Any]:
+    """The dimensions of a fake tensor that are symbolic."""
+    if not isinstance(value, FakeTensor):
+        return ()
+    return [dim for dim in value.shape if isinstance(dim, torch.SymInt)]

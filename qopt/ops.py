@@ -1,0 +1,302 @@
+"""The qopt dialect: every op with its meaning in torch, which is also its shape function.
+
+An op's reference runs on real tensors (the interpreter), on fake tensors (shapes) and under tracing
+(lowering to aten where a target has nothing better). Shapes: B batch, S new tokens, T past and new
+tokens, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_LIBRARY = torch.library.Library("qopt", "DEF")
+
+
+@dataclass(frozen=True)
+class Op:
+    """A dialect op: `target` is what stands in a graph, `reference` what it means."""
+
+    name: str
+    target: torch._ops.OpOverload
+    reference: Callable[..., Any]
+    doc: str
+
+
+OPS: dict[str, Op] = {}
+
+
+def op(schema: str) -> Callable[[Callable[..., Any]], Op]:
+    """Register the decorated reference under a torch schema `name(arguments) -> results`."""
+
+    def register(reference: Callable[..., Any]) -> Op:
+        name = schema.partition("(")[0]
+        _LIBRARY.define(schema)
+        _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"qopt::{name}", reference, lib=_LIBRARY)
+        target = getattr(torch.ops.qopt, name).default
+        OPS[name] = Op(name, target, reference, reference.__doc__ or "")
+        return OPS[name]
+
+    return register
+
+
+def visible(mask: Tensor, new: int, causal: bool, window: int | None) -> Tensor:
+    """Which of T keys each of the last `new` positions sees: bool (B, 1, S, T).
+
+    `mask` is (B, T), 1 where a token is real. A key's position is the number of real tokens before
+    it, so a window counts tokens and not the holes that padding left.
+    """
+    total = mask.shape[1]
+    slot = torch.arange(total, device=mask.device)
+    keep = mask.bool()[:, None, None, :]
+    if causal:
+        keep = keep & (slot[None, :] <= slot[total - new :, None])
+    if window is not None:
+        position = mask.cumsum(1) - 1
+        distance = position[:, total - new :, None] - position[:, None, :]
+        keep = keep & (distance < window)[:, None]
+    return keep.expand(mask.shape[0], 1, new, total)
+
+
+@op(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks=None, *, int layer, "
+    "float scale, bool causal=True, int? window=None, float? softcap=None) -> Tensor"
+)
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None = None,
+    *,
+    layer: int,
+    scale: float,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention of q (B, H, S, D) over this layer's implied cache and the new k, v (B, K, S, D).
+
+    The cache is not an argument: `materialize-kv-cache` decides how it is kept. Run as it stands,
+    the op sees an empty cache. `mask` (B, T) holds 1 for real tokens; None means all are. Scores are
+    scaled, soft-capped (`softcap * tanh(x / softcap)`), masked, and joined by one learned sink logit
+    a head. Returns (B, S, H, D of v).
+    """
+    out, _, _ = cached_attention.reference(
+        q,
+        k,
+        v,
+        None,
+        None,
+        mask if mask is None else mask[:, mask.shape[1] - k.shape[2] :],
+        sinks,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+    )
+    return out  # type: ignore[no-any-return]
+
+
+@op(
+    "cached_attention(Tensor q, Tensor k, Tensor v, Tensor? past_key, Tensor? past_value, "
+    "Tensor? mask, Tensor? sinks=None, *, float scale, bool causal=True, int? window=None, "
+    "float? softcap=None) -> (Tensor, Tensor, Tensor)"
+)
+def cached_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    past_key: Tensor | None,
+    past_value: Tensor | None,
+    mask: Tensor | None,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention` with its cache in sight: past (B, K, P, D) in, present (B, K, P + S, D) out.
+
+    A query of a row without any visible key (padding) yields 0.
+    """
+    key = k.clone() if past_key is None else torch.cat([past_key, k], 2)
+    value = v.clone() if past_value is None else torch.cat([past_value, v], 2)
+    groups = q.shape[1] // key.shape[1]
+    wide = key if groups == 1 else key.repeat_interleave(groups, 1)
+    scores = torch.matmul(q, wide.transpose(2, 3)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None:
+        mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.int64)
+    keep = visible(mask, q.shape[2], causal, window)
+    scores = scores.masked_fill(~keep, torch.finfo(scores.dtype).min)
+    if sinks is None:
+        weights = F.softmax(scores, -1, torch.float32)
+    else:
+        column = sinks.view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1).to(scores.dtype)
+        joined = torch.cat([scores, column], -1)
+        weights = F.softmax(joined, -1, torch.float32)[..., : key.shape[2]]
+    weights = weights.masked_fill(~keep, 0.0).to(value.dtype)
+    wide = value if groups == 1 else value.repeat_interleave(groups, 1)
+    return torch.matmul(weights, wide).transpose(1, 2).contiguous(), key, value
+
+
+@op("rms_norm(Tensor x, Tensor? weight, float eps, bool cast_first=True) -> Tensor")
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, cast_first: bool = True) -> Tensor:
+    """`x / sqrt(mean(x ** 2) + eps) * weight` over the last dimension, computed in fp32.
+
+    `cast_first` (Llama) rounds to x's dtype before the weight multiplies; else (Gemma) the product
+    is taken in fp32 and rounded once. Zhang and Sennrich 2019.
+    """
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is None:
+        return wide.to(x.dtype)
+    if cast_first:
+        return wide.to(x.dtype) * weight
+    return (wide * weight.float()).to(x.dtype)
+
+
+@op(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, bool cast_first=True) "
+    "-> (Tensor, Tensor)"
+)
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, cast_first: bool = True
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of `x + residual`; returns the norm and the sum."""
+    total = x + residual
+    return rms_norm.reference(total, weight, eps, cast_first), total
+
+
+@op(
+    "add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) "
+    "-> (Tensor, Tensor)"
+)
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """LayerNorm over the last dimension of `x + residual`; returns the norm and the sum."""
+    total = x + residual
+    return F.layer_norm(total, (total.shape[-1],), weight, bias, eps), total
+
+
+@op("rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved=False) -> Tensor")
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate the first 2·R elements of each head of x (B, H, S, D) by angles (B or 1, S, R).
+
+    Element i is paired with i + R, or, `interleaved`, 2·i with 2·i + 1; the rest passes through.
+    Su et al. 2021.
+    """
+    half = cos.shape[-1]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+    if interleaved:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+        pairs = [first * cos - second * sin, second * cos + first * sin]
+        turned = torch.stack(pairs, -1).flatten(-2)
+    else:
+        first, second = turned[..., :half], turned[..., half:]
+        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    return turned if x.shape[-1] == 2 * half else torch.cat([turned, rest], -1)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+@op('gated(Tensor gate, Tensor up, str activation="silu") -> Tensor')
+def gated(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
+    """`activation(gate) * up`, the gate of a gated MLP: silu, gelu, or gelu_tanh. Shazeer 2020."""
+    return ACTIVATIONS[activation](gate) * up
+
+
+@op("last_tokens(Tensor x, Tensor mask, Tensor n) -> Tensor")
+def last_tokens(x: Tensor, mask: Tensor, n: Tensor) -> Tensor:
+    """Each row's own last n real columns of x (B, S, W): (B, n, W); n = 0 keeps all S.
+
+    The last S columns of `mask` (B, T) tell how many of a row's columns are real; n is int64 [1].
+    """
+    keep = int(n) or x.shape[1]
+    length = mask[:, mask.shape[1] - x.shape[1] :].sum(1, keepdim=True)
+    if int(n) == 0:
+        length = torch.full_like(length, x.shape[1])
+    columns = (length - keep + torch.arange(keep, device=x.device)).clamp(min=0)
+    return x.gather(1, columns[:, :, None].expand(-1, -1, x.shape[2]))
+
+
+@torch.library.register_fake("qopt::last_tokens", lib=_LIBRARY, allow_override=True)
+def _last_tokens_shape(x: Tensor, mask: Tensor, n: Tensor) -> Tensor:
+    rows = torch.library.get_ctx().new_dynamic_size()
+    return x.new_empty(x.shape[0], rows, x.shape[2])
+
+
+
+
+@op(
+    "experts(Tensor x, Tensor ids, Tensor weights, Tensor up, Tensor? up_bias, Tensor down, "
+    'Tensor? down_bias, *, str activation, str layout="concatenated", bool transposed=False, '
+    "float alpha=1.0, float? limit=None, float up_offset=0.0) -> Tensor"
+)
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    *,
+    activation: str,
+    layout: str = "concatenated",
+    transposed: bool = False,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+) -> Tensor:
+    """The experts of a mixture, x (tokens, W) through its chosen experts ids, weights (tokens, top).
+
+    `up` (E, 2·I, W) holds gate and up rows one after the other (`concatenated`), alternating
+    (`interleaved`), or (E, I, W) without a gate (`single`); `transposed` swaps the last two
+    dimensions of both matrices. Gate is clamped to `limit`, up to ±`limit`;
+    `act(gate) * (up + up_offset)` with act = gate * sigmoid(alpha * gate) for `swish`. Each chosen
+    expert's output times its weight is summed over the choices.
+    """
+    hidden = torch.zeros_like(x)
+    if transposed:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    for expert in range(up.shape[0]):
+        share = (weights * (ids == expert)).sum(1, keepdim=True).to(x.dtype)
+        inner = F.linear(x, up[expert], None if up_bias is None else up_bias[expert])
+        inner = expert_gate(inner, activation, layout, alpha, limit, up_offset)
+        out = F.linear(inner, down[expert], None if down_bias is None else down_bias[expert])
+        hidden = hidden + out * share
+    return hidden
+
+
+def expert_gate(
+    inner: Tensor, activation: str, layout: str, alpha: float, limit: float | None, offset: float
+) -> Tensor:
+    """What stands between an expert's two matrices."""
+    if layout == "single":
+        return ACTIVATIONS[activation](inner)
+    if layout == "interleaved":
+        gate, up = inner[..., 0::2], inner[..., 1::2]
+    else:
+        gate, up = inner.chunk(2, -1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    swish = activation == "swish"
+    act = gate * torch.sigmoid(gate * alpha) if swish else ACTIVATIONS[activation](gate)
+    return act * (up + offset) if offset else act * up
