@@ -364,6 +364,14 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def default_output(model: str, recipe: str) -> Path:
+    """`model-low-latency` in the current folder: MODEL's last name, and the recipe's."""
+    path, _, function = model.rpartition(":")
+    name = function if path.endswith(".py") else Path(os.path.abspath(model)).name
+    stem = Path(name).stem if name.endswith((".gguf", ".pt2")) else name
+    return Path(f"{stem}-{Path(recipe).name.removesuffix('.yaml')}")
+
+
 def sha256_of(path: Path) -> str:
     """The hash of a file, read in pieces."""
     with open(path, "rb") as file:
@@ -703,6 +711,7 @@ __all__ = [
     "SourceInfo",
     "TensorSpec",
     "Verdict",
+    "default_output",
     "genai_config",
     "genai_refusal",
     "inside",

@@ -1,0 +1,210 @@
+"""`qopt doctor`: what is installed, which targets work here, and why the others do not."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from qopt import __version__
+from qopt.cache import cache_dir
+from qopt.report import Table
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "safetensors",
+    "tokenizers",
+    "gguf",
+    "numpy",
+    "onnx",
+    "onnx-ir",
+    "onnxscript",
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "onnxruntime-genai",
+    "triton",
+    "networkx",
+    "click",
+    "pydantic",
+    "ruamel.yaml",
+    "rich",
+    "jinja2",
+    "platformdirs",
+)
+
+# what makes a CPU fast at this work, by the names that Linux has for it
+FEATURES = (
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512_vnni",
+    "avx_vnni",
+    "avx512_bf16",
+    "amx_int8",
+    "amx_bf16",
+    "amx_tile",
+    "asimd",
+    "asimddp",
+    "i8mm",
+    "bf16",
+    "sve",
+)
+
+NETWORK = (
+    "HF_HUB_OFFLINE",
+    "TRANSFORMERS_OFFLINE",
+    "HF_ENDPOINT",
+    "HF_HOME",
+    "HF_TOKEN",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "NO_PROXY",
+    "PIP_INDEX_URL",
+    "QOPT_CACHE_DIR",
+)
+SECRET = ("HF_TOKEN",)
+
+ORT_FLOOR = (1, 32)
+NOT_YET = {
+    "onnx-cuda": "not in this version of qopt",
+    "onnx-cuda-triton": "not in this version of qopt",
+    "torchscript-cpu": "not in this version of qopt",
+    "torchscript-cuda": "not in this version of qopt",
+}
+
+
+@dataclass
+class Findings:
+    """What `examine` found."""
+
+    versions: dict[str, str | None]
+    machine: dict[str, str]
+    targets: dict[str, str | None]  # None: works here; else why not
+    environment: dict[str, str]
+    problems: list[str]
+
+    def tables(self) -> list[Table]:
+        """One table a kind."""
+        targets = [(name, why or "works") for name, why in self.targets.items()]
+        versions = [(name, version or "-") for name, version in self.versions.items()]
+        tables = [
+            Table("targets", ("", ""), targets),
+            Table("machine", ("", ""), list(self.machine.items())),
+            Table("versions", ("", ""), versions),
+            Table("environment", ("", ""), list(self.environment.items())),
+            Table("problems", ("",), [(problem,) for problem in self.problems]),
+        ]
+        return [table for table in tables if table.rows]
+
+
+def examine() -> Findings:
+    """Look at this machine; imports none of the heavy packages."""
+    installed = {name: _version(name) for name in PACKAGES}
+    return Findings(
+        versions={"qopt": __version__, "python": platform.python_version(), **installed},
+        machine=_machine(),
+        targets=_targets(installed["onnxruntime"], installed["onnxruntime-gpu"]),
+        environment=_environment(),
+        problems=two_runtimes(installed["onnxruntime"], installed["onnxruntime-gpu"])
+        + unmet_requirements(metadata.requires("qopt-compiler") or []),
+    )
+
+
+def two_runtimes(cpu: str | None, gpu: str | None) -> list[str]:
+    """What to remove when both wheels of onnxruntime are installed."""
+    if cpu and gpu:
+        return [
+            "onnxruntime and onnxruntime-gpu are both installed, and own the same module: "
+            "pip uninstall -y onnxruntime onnxruntime-gpu, then install one of them"
+            " (onnxruntime, unless this machine has an NVIDIA GPU)"
+        ]
+    return []
+
+
+def unmet_requirements(requirements: Sequence[str]) -> list[str]:
+    """What is missing, or has a version that qopt was not made for."""
+    unmet = []
+    for requirement in map(Requirement, requirements):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        version = _version(requirement.name)
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            unmet.append(f"{requirement} is required, {version or 'none'} is installed")
+    return unmet
+
+
+def _targets(cpu: str | None, gpu: str | None) -> dict[str, str | None]:
+    version = cpu or gpu
+    why = None
+    if version is None:
+        why = "onnxruntime is not installed: pip install 'qopt-compiler[cpu]'"
+    elif tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < ORT_FLOOR:
+        floor = ".".join(map(str, ORT_FLOOR))
+        why = f"onnxruntime {version} is installed, {floor} or newer is needed"
+    return {"onnx": why, "onnx-cpu": why} | NOT_YET
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _machine() -> dict[str, str]:
+    cache = cache_dir("models").parent
+    there = next(path for path in (cache, *cache.parents) if path.exists())
+    writable = "" if os.access(there, os.W_OK) else " (not writable)"
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": sys.executable,
+        "CPU": _cpu_name(),
+        "CPU features": " ".join(cpu_features()) or "none known",
+        "CPU threads": str(os.cpu_count()),
+        "memory": f"{_memory() / 1e9:.1f} GB",
+        "cache": f"{cache}{writable}",
+        "free disk": f"{shutil.disk_usage(there).free / 1e9:.1f} GB",
+    }
+
+
+def _cpu_info(*keys: str) -> str:
+    """The first line of /proc/cpuinfo with one of these keys; empty elsewhere than on Linux."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    pairs = (line.partition(":") for line in lines)
+    return next((value.strip() for key, _, value in pairs if key.strip() in keys), "")
+
+
+def _cpu_name() -> str:
+    return _cpu_info("model name") or platform.processor() or platform.machine()
+
+
+def cpu_features() -> list[str]:
+    """The instruction sets of this CPU that matter here."""
+    there = set(_cpu_info("flags", "Features").split())
+    return [feature for feature in FEATURES if feature in there]
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _environment() -> dict[str, str]:
+    both = [name for upper in NETWORK for name in (upper, upper.lower())]
+    return {name: _told(name, os.environ[name]) for name in both if name in os.environ}
+
+
+def _told(name: str, value: str) -> str:
+    """A value without its secrets: a token, or the password of a proxy."""
+    scheme, separator, rest = value.rpartition("://")
+    return "set" if name.upper() in SECRET else scheme + separator + rest.rpartition("@")[2]
