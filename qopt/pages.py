@@ -92,7 +92,7 @@ def _sections(docstring: str) -> str:
     for line in docstring.splitlines():
         heading, colon, rest = line.partition(":")
         if colon and heading in HEADINGS:
-            line = f"**{heading}:**{rest}"
+            line = f"**{heading}:**{rest.removeprefix(':')}"  # `Before::` before code
             if lines and lines[-1]:
                 lines.append("")
         lines.append(line)
