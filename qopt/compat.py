@@ -249,3 +249,61 @@ _NATIVE = {
     "Chunk": _chunk,
     "Transpose": _transpose,
 }
+
+
+def gguf_names(model: PreTrainedModel, processor: Any) -> dict[str, str]:
+    """Map a GGUF file's tensor names to the module's, by transformers' own table."""
+    from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
+
+    table: Any = get_gguf_hf_weights_map
+    return dict(table(model, processor) if TRANSFORMERS_5 else table(model))
+
+
+# Capture -------------------------------------------------------------------------------------
+
+
+def empty_decoder(config: Any, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    """Make the decoder that `config` describes without values: parameters on meta, buffers real."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    config = deepcopy(config)
+    config._attn_implementation = attention
+    with init_empty_weights(include_buffers=False):
+        try:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        except (KeyError, ValueError):  # a model that chooses its attention class by this name
+            config._attn_implementation = "eager"
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if TRANSFORMERS_5:
+        for part in model.modules():
+            part_config = getattr(part, "config", None)
+            if part_config is not None:
+                part_config._experts_implementation = attention
+    return model
+
+
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Let every part of the model use the attention registered as `name`."""
+    for part in model.modules():
+        config = getattr(part, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation"):
+            config._attn_implementation = name
+
+
+def register_experts(name: str, forward: Any) -> None:
+    """Register an implementation of expert layers; transformers 4.57 has no place for one."""
+    if TRANSFORMERS_5:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        ALL_EXPERTS_FUNCTIONS.register(name, forward)
+
+
+def layer_count(config: Any) -> int:
+    """The number of layers whose cache a model may ask about."""
+    text = config.get_text_config(decoder=True)
+    for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers"):
+        value = getattr(text, name, None)
+        if isinstance(value, int):
+            return value
+    return 0

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
+import runpy
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,18 +14,26 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.export import ExportedProgram
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from qopt.adapter import Adapter, read_adapter
 from qopt.binding import bind_weights
-from qopt.checkpoint import read_folder, read_json
-from qopt.errors import UnsupportedError, UsageError
+from qopt.checkpoint import has_weights, read_folder, read_json
+from qopt.demo import DEMOS, find_demo
+from qopt.errors import ResourceError, UnsupportedError, UsageError
+from qopt.gguf_file import materialise, open_gguf, read_gguf
+from qopt.pt2 import read_pt2
 from qopt.weights import LazyWeight
 
-__all__ = ["ModelSource", "bind_weights", "open_source"]
+__all__ = ["ModelSource", "bind_weights", "open_module", "open_source"]
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+FORMS = "give a folder, a .gguf file, a .pt2 file or file.py:function"
 
 
 @dataclass
@@ -42,8 +53,14 @@ class ModelSource:
     args: tuple[Any, ...] = ()
     dynamic_shapes: Any = None
     program: ExportedProgram | None = None
-    adapter: Any = None
+    adapter: Adapter | None = None
     notes: list[str] = field(default_factory=list)  # what the user should be told
+    training: list[nn.Module] = field(default_factory=list)  # parts that `close` sets back
+
+    def close(self) -> None:
+        """Give a module in memory its training mode back."""
+        for part in self.training:
+            part.training = True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -79,13 +96,43 @@ def open_source(
 
     `weights=False` reads the config alone: every weight is then absent.
     """
-    path = Path(model)
+    file, _, function = model.rpartition(":")
+    if revision is not None and (Path(model).exists() or model in DEMOS):
+        raise UsageError("--revision is for hub ids", where=model)
+    if Path(model).exists():
+        source = _open_path(Path(model), weights)
+    elif function.isidentifier() and Path(file).is_file():
+        source = open_function(Path(file), function)
+    elif model in DEMOS:
+        source = _open_path(find_demo(model), weights)
+        source.identity = model
+    elif HUB_ID.fullmatch(model):
+        source = open_folder(download(model, revision), identity=model, weights=weights)
+    else:
+        raise UsageError(
+            f"no such model: {model}",
+            why="it is no path, no demo name, and does not look like a hub id (org/name)",
+            todo=f"give one of these, or a demo: {', '.join(DEMOS)}",
+        )
+    source.where = model
+    if adapter is not None:
+        if source.kind == "program":
+            raise UnsupportedError("an adapter cannot be merged into a .pt2 file", where=model)
+        source.adapter = read_adapter(adapter)
+    return source
+
+
+def _open_path(path: Path, weights: bool) -> ModelSource:
     if path.is_dir():
         return open_folder(path, weights=weights)
-    raise UsageError(
-        f"no such model: {model}",
-        todo="give a folder, a .gguf file, a .pt2 file, file.py:function, or a hub id",
-    )
+    if path.suffix == ".gguf":
+        return open_gguf_file(path, weights)
+    if path.suffix == ".pt2":
+        return open_program(path)
+    hint = "give its folder" if path.suffix == ".safetensors" else FORMS
+    if path.suffix == ".py":
+        hint = f"name the function that makes the model: {path}:FUNCTION"
+    raise UsageError("this file is no model", where=str(path), todo=hint)
 
 
 def open_folder(folder: Path, *, identity: str = "", weights: bool = True) -> ModelSource:
@@ -174,5 +221,135 @@ def text_config(raw: dict[str, Any], folder: Path) -> tuple[PretrainedConfig, li
 def _generation_config(folder: Path, config: PretrainedConfig) -> dict[str, Any]:
     path = folder / "generation_config.json"
     if path.exists():
-        return dict(read_json(path))
-    return dict(GenerationConfig.from_model_config(config).to_diff_dict())
+        settings = dict(read_json(path))
+    else:
+        settings = GenerationConfig.from_model_config(config).to_diff_dict()
+    return _plain(settings)
+
+
+def open_gguf_file(path: Path, weights: bool = True) -> ModelSource:
+    """Open a GGUF file; its config and tokenizer are converted by transformers into the cache."""
+    file = open_gguf(path)
+    folder = materialise(file)
+    source = open_folder(folder, weights=False)
+    source.with_weights = weights
+    if weights:
+        source.tensors = read_gguf(file, folder)
+    return source
+
+
+# Code and programs ---------------------------------------------------------------------------
+
+
+def open_function(file: Path, name: str) -> ModelSource:
+    """Run `file` and call its function: it gives (module, args) or (module, args, shapes)."""
+    where = f"{file}:{name}"
+    try:
+        function = runpy.run_path(str(file), run_name=file.stem).get(name)
+        result = function() if callable(function) else None
+    except Exception as error:
+        raise UsageError(
+            "the file raised an error", where=where, why=f"{type(error).__name__}: {error}"
+        ) from error
+    if function is None:
+        raise UsageError(f"the file has no function {name}", where=str(file))
+    match result:
+        case (nn.Module() as module, tuple() | list() as args):
+            return open_module(module, tuple(args))
+        case (nn.Module() as module, tuple() | list() as args, shapes):
+            return open_module(module, tuple(args), shapes)
+    raise UsageError(
+        "the function gives no model",
+        where=where,
+        why=f"it returned {type(result).__name__}",
+        todo="return (module, args) or (module, args, dynamic_shapes), args a tuple of tensors",
+    )
+
+
+def open_module(
+    module: nn.Module, args: tuple[Any, ...] = (), dynamic_shapes: Any = None
+) -> ModelSource:
+    """Open a module in memory; a decoder of transformers is captured as one."""
+    source = ModelSource("module", module=module, args=args, dynamic_shapes=dynamic_shapes)
+    source.training = [part for part in module.modules() if part.training]
+    module.eval()
+    source.tensors = _shared(module.state_dict(keep_vars=True))
+    source.raw_config = {"module": type(module).__qualname__}
+    if isinstance(module, PreTrainedModel):
+        source.raw_config = _plain(module.config.to_dict())
+        if module.can_generate() and module.config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            source.kind, source.config = "decoder", module.config
+            source.generation_config = dict(module.generation_config.to_diff_dict())
+    return source
+
+
+def _shared(state: dict[str, Tensor]) -> dict[str, LazyWeight]:
+    """Wrap a module's tensors; names for the same memory get the same lazy weight."""
+    seen: dict[tuple[Any, ...], LazyWeight] = {}
+    return {
+        name: seen.setdefault(
+            (tensor.data_ptr() or name, tensor.shape, tensor.stride(), tensor.dtype),
+            LazyWeight.memory(tensor),
+        )
+        for name, tensor in state.items()
+    }
+
+
+def _plain(config: dict[str, Any]) -> dict[str, Any]:
+    """The config without what depends on the installed transformers or the machine."""
+    kept = {
+        key: value
+        for key, value in config.items()
+        if not key.startswith("_") and key != "transformers_version"
+    }
+    return dict(json.loads(json.dumps(kept, default=str)))
+
+
+def open_program(path: Path) -> ModelSource:
+    """Open a `.pt2` file without unpickling anything."""
+    program, tensors, graph = read_pt2(path)
+    return ModelSource("program", program=program, tensors=tensors, raw_config=graph)
+
+
+# The hub -------------------------------------------------------------------------------------
+
+
+def download(hub_id: str, revision: str | None = None) -> Path:
+    """Fetch a snapshot from the hub; one that is in the cache already needs no network."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    def snapshot(patterns: list[str], **options: Any) -> Path:
+        return Path(
+            snapshot_download(
+                hub_id, revision=revision, allow_patterns=patterns, etag_timeout=5, **options
+            )
+        )
+
+    try:
+        folder = snapshot(HUB_FILES, local_files_only=True)
+        if (folder / "config.json").exists() and has_weights(folder):
+            return folder
+    except LocalEntryNotFoundError:
+        pass
+    if constants.HF_HUB_OFFLINE or os.environ.get("TRANSFORMERS_OFFLINE", "0") not in ("", "0"):
+        raise _no_network(hub_id, "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set")
+    try:
+        folder = snapshot(HUB_FILES)
+        return folder if has_weights(folder) else snapshot([*HUB_FILES, "*.bin"])
+    except HfHubHTTPError as error:
+        raise UsageError(
+            f"the hub refuses {hub_id}",
+            why=str(error).splitlines()[0],
+            todo="check name and --revision; a gated model wants HF_TOKEN",
+        ) from None
+    except (OSError, LocalEntryNotFoundError, RuntimeError) as error:
+        raise _no_network(hub_id, str(error).splitlines()[0]) from None
+
+
+def _no_network(hub_id: str, why: str) -> ResourceError:
+    return ResourceError(
+        f"cannot fetch {hub_id} from the hub",
+        why=why,
+        todo="go online, or give a local folder",
+    )
