@@ -99,6 +99,8 @@ def _tie(bound: dict[str, LazyWeight], tied: Mapping[str, str], source: ModelSou
                     f"{name} and {owner} are tied by the config but differ in the checkpoint: "
                     "both are kept"
                 )
+                if source.config is not None:
+                    source.config.tie_word_embeddings = False
                 continue
             bound[name] = bound[owner]
         elif owner in bound:

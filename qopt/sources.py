@@ -146,7 +146,7 @@ def open_folder(folder: Path, *, identity: str = "", weights: bool = True) -> Mo
         )
     raw = read_json(folder / "config.json")
     _refuse_config(raw, folder)
-    config, notes = text_config(raw, folder)
+    config, notes = text_config(folder)
     source = ModelSource(
         "decoder",
         identity,
@@ -191,7 +191,7 @@ def _refuse_config(raw: dict[str, Any], folder: Path) -> None:
     )
 
 
-def text_config(raw: dict[str, Any], folder: Path) -> tuple[PretrainedConfig, list[str]]:
+def text_config(folder: Path) -> tuple[PretrainedConfig, list[str]]:
     """Read config.json through transformers' own class; of a multimodal one take the text part."""
     try:
         whole = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -200,15 +200,20 @@ def text_config(raw: dict[str, Any], folder: Path) -> tuple[PretrainedConfig, li
             "transformers refuses the config", where=str(folder / "config.json"), why=str(error)
         ) from None
     config, notes = whole.get_text_config(decoder=True), []
-    if config is not whole:
+    if config.model_type == whole.model_type:  # for an encoder-decoder it is a changed copy
+        config = whole
+    else:
         notes.append(
             f"{whole.model_type} is multimodal: only its text part ({config.model_type}) "
             "is compiled"
         )
-        inner = raw.get("text_config") or {}
-        if "tie_word_embeddings" not in inner:  # the head belongs to the whole model
-            config.tie_word_embeddings = getattr(whole, "tie_word_embeddings", False)
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        # Either may carry the flag, by the age of the checkpoint; the tensors then decide.
+        config.tie_word_embeddings = any(
+            getattr(part, "tie_word_embeddings", False) for part in (config, whole)
+        )
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (
+        whole.is_encoder_decoder and config is not whole
+    ):
         raise UnsupportedError(
             f"model type {config.model_type!r} is no causal language model",
             where=str(folder / "config.json"),
