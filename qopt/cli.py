@@ -222,7 +222,7 @@ def run_command(
     with state.progress().step("loading"):
         model = load(artifact, threads=threads)
     options["stop"] = options["stop"] or None
-    texts = [*prompts, *(file.read() for file in prompt_file)]
+    texts = [*prompts, *(file.read().removesuffix("\n") for file in prompt_file)]
     if inputs is not None:
         _run_arrays(state, model, inputs, outputs)
     elif model.info.kind != "decoder":
@@ -375,15 +375,15 @@ def coverage_command(
 
 @command("fetch", "qopt fetch smollm2-135m --format safetensors -o smollm2")
 @click.argument("name")
-@click.option("--format", "format_", type=click.Choice(["gguf", "safetensors"]))
+@click.option("--format", type=click.Choice(["gguf", "safetensors"]))
 @click.option("-o", "--out", type=_path, help="Folder; default: the cache.")
 @pass_state
-def fetch_command(state: State, name: str, format_: str | None, out: Path | None) -> None:
+def fetch_command(state: State, /, name: str, **options: Any) -> None:
     """Fetch or make a demo model."""
-    from qopt.sources import fetch
+    from qopt.demo import fetch
 
     with state.progress().step(f"fetching {name}"):
-        path = fetch(name, format_, out)
+        path = fetch(name, **options)
     state.show({"path": path}) if state.json else print(path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 import threading
 import time
@@ -201,9 +202,9 @@ class Inspection:
         model = [(k, _short(v)) for k, v in self.manifest["model"].items() if k != "layers"]
         model.append(("layers", str(len(self.manifest["model"]["layers"]))))
         signature = [
-            (kind, spec["name"], spec["dtype"], ", ".join(map(str, spec["shape"])))
+            (kind, name, *rest)
             for kind in ("inputs", "outputs")
-            for spec in self.manifest[kind]
+            for name, *rest in _by_layer(self.manifest[kind])
         ]
         checks = [
             (check["probe"], _figures(check["limits"]), "ok" if check["passed"] else "FAIL")
@@ -220,6 +221,27 @@ class Inspection:
             Table("notes", ("",), [(note,) for note in self.manifest["notes"]]),
         ]
         return [table for table in tables if table.rows]
+
+
+def _by_layer(specs: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """Name, dtype and shape; tensors that differ only in their layer's number in one line."""
+    layers: dict[tuple[str, str, str], list[str]] = {}
+    for spec in specs:
+        name, number = re.sub(r"\.\d+", ".N", spec["name"]), re.search(r"\.(\d+)", spec["name"])
+        key = (name, spec["dtype"], ", ".join(map(str, spec["shape"])))
+        layers.setdefault(key, []).append(number[1] if number else "")
+    return [
+        (name.replace(".N", f".{'|'.join(_ends(numbers))}"), dtype, shape)
+        for (name, dtype, shape), numbers in layers.items()
+    ]
+
+
+def _ends(numbers: Sequence[str]) -> Sequence[str]:
+    """`0..29` for the numbers of all layers in a row; else each of them."""
+    whole = list(range(int(numbers[0] or 0), int(numbers[0] or 0) + len(numbers)))
+    if len(numbers) > 2 and [int(number) for number in numbers] == whole:
+        return [f"{numbers[0]}..{numbers[-1]}"]
+    return numbers
 
 
 def inspect(folder: Path) -> Inspection:

@@ -24,7 +24,18 @@ from qopt.cli import cli, main
 from qopt.doctor import cpu_features, examine, two_runtimes, unmet_requirements
 from qopt.errors import GateError, QoptError, UsageError
 from qopt.info import ModelInfo
-from qopt.report import CheckRow, LoweringRow, PassRow, Progress, Report, Table, plain, show
+from qopt.report import (
+    CheckRow,
+    LoweringRow,
+    PassRow,
+    Progress,
+    Report,
+    Table,
+    _by_layer,
+    plain,
+    show,
+)
+from qopt.runtime.batch import Result, Timings
 
 COMMANDS = sorted(cli.commands)
 
@@ -233,6 +244,64 @@ def test_run_refuses_what_it_cannot(
     for name in ("bad.npz", "absent.npz"):
         assert main(["run", str(artifact), "--inputs", str(tmp_path / name)]) == 2
         assert "cannot read the inputs" in capsys.readouterr().err
+
+
+class FakeModel:
+    """Keeps what it is asked; answers with as many letters as the prompt is long."""
+
+    def __init__(self, template: bool) -> None:
+        self.info = ModelInfo(kind="decoder")
+        self.tokenizer = types.SimpleNamespace(_template="a template" if template else None)
+        self.asked: list[Any] = []
+
+    def generate(self, prompts: list[Any], **options: Any) -> list[Result]:
+        self.asked = [prompts, {k: v for k, v in options.items() if v is not None}]
+        return [Result(f"answer {i}", [7], "eos", 1, Timings()) for i in range(len(prompts))]
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> FakeModel:
+    fake = FakeModel(template=getattr(request, "param", True))
+    monkeypatch.setattr("qopt.runtime.load", lambda folder, threads: fake, raising=False)
+    return fake
+
+
+def test_run_several_prompts(model: FakeModel, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "out", "-p", "a", "-p", "b", "--system", "s", "--stop", ".", "-q"]) == 0
+    system, a, b = (
+        {"role": r, "content": c} for r, c in (("system", "s"), *[("user", c) for c in "ab"])
+    )
+    assert model.asked == [[[system, a], [system, b]], {"stop": (".",)}]
+    assert capsys.readouterr() == ("answer 0\n\nanswer 1\n", "")
+
+
+def test_run_json(model: FakeModel, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "out", "-p", "a", "--raw", "--json", "--seed", "3", "--top-k", "4"]) == 0
+    assert model.asked == [["a"], {"seed": 3, "top_k": 4}]
+    assert json.loads(capsys.readouterr().out)[0]["text"] == "answer 0"
+
+
+@pytest.mark.parametrize("model", [False], indirect=True)
+def test_run_without_a_template_takes_plain_text(model: FakeModel, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("two\nlines\n")
+    assert main(["run", "out", "-p", "a", "--prompt-file", str(tmp_path / "prompt.txt")]) == 0
+    assert model.asked[0] == ["a", "two\nlines"]
+
+
+def test_run_raw_needs_a_prompt(model: FakeModel, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "out", "--raw"]) == 2
+    assert "--raw needs a prompt" in capsys.readouterr().err
+
+
+def test_inspect_tells_layers_in_one_line() -> None:
+    spec = {"dtype": "float32", "shape": ["batch_size", 2]}
+    names = ["input_ids", *(f"past.{n}.{kv}" for n in range(30) for kv in ("key", "value"))]
+    lines = _by_layer([{"name": name, **spec} for name in names])
+    assert [line[0] for line in lines] == ["input_ids", "past.0..29.key", "past.0..29.value"]
+    assert _by_layer([{"name": "past.3.key", **spec}])[0][0] == "past.3.key"
+    assert (
+        _by_layer([{"name": f"past.{n}.key", **spec} for n in (0, 2, 5)])[0][0] == "past.0|2|5.key"
+    )
 
 
 def test_recipes(capsys: pytest.CaptureFixture[str]) -> None:
