@@ -166,14 +166,20 @@ class _Artifact:
     name = "qopt"
 
     def __init__(self, model: Model, threads: int | None) -> None:
-        self.threads = threads or default_threads()
+        self.threads: int | None = threads or default_threads()
         self.vocab_size = model.info.vocab_size or LOWEST_ID + 1
         self._model = model
 
     def prepare(self, ids: Array, new: int) -> None:
+        context = self._model.info.context_length
+        if context is not None and ids.shape[1] + new > context:
+            raise UsageError(
+                f"{ids.shape[1]} + {new} tokens exceed the context of {context}",
+                todo="time a shorter prompt, or fewer new tokens",
+            )
         self._ids, self._new = ids, new
         self._decoder: Decoder = self._model.decoder(len(ids))
-        self._decoder.cache.reserve(ids.shape[1] + new + 1)
+        self._decoder.cache.reserve(ids.shape[1] + new)
 
     def prefill(self) -> None:
         self._next = self._decoder.forward(self._ids)[:, -1].argmax(axis=1)
@@ -232,11 +238,11 @@ class _Transformers:
     name = "transformers"
 
     def __init__(self, folder: Path, threads: int | None) -> None:
-        self.threads = threads or default_threads()
         import torch  # only here: the runtime must start without it
         from transformers import AutoModelForCausalLM
 
-        torch.set_num_threads(self.threads)
+        self.threads: int | None = threads or default_threads()
+        torch.set_num_threads(threads or default_threads())
         self._torch = torch
         self._model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True

@@ -180,6 +180,8 @@ class StopStrings:
 
     def feed(self, text: str) -> str:
         """The text that is certain to stand before any stop string."""
+        if self.stopped:
+            return ""
         self._held += text
         found = [at for s in self._strings if (at := self._held.find(s)) >= 0]
         if found:
