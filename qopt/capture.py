@@ -402,8 +402,17 @@ def default_positions_are_plain(model: nn.Module, config: Any) -> bool:
                 return True
         lists.append(known.leaks)
     return len(lists[0]) == len(lists[1]) and all(
-        a == b and torch.equal(x, y) for (a, x), (b, y) in zip(*lists, strict=True)
+        a == b and same_values(x, y) for (a, x), (b, y) in zip(*lists, strict=True)
     )
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same once broadcast: one row of positions serves every row."""
+    try:
+        a, b = torch.broadcast_tensors(a, b)
+    except RuntimeError:
+        return False
+    return torch.equal(a, b)
 
 
 def with_fake_parameters(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
@@ -516,7 +525,7 @@ def first_road(model: nn.Module, config: Any, dtype: torch.dtype, positions: boo
             else "no attention goes through the interface"
         )
     info = ModelInfo(kind="decoder", layers=cache_layers(recording))
-    return graph_of(program, info, mode, ["logits"])
+    return graph_of(program, info, fake_mode_of(program), ["logits"])
 
 
 def cache_layers(recording: Recording) -> list[LayerInfo]:
@@ -562,7 +571,7 @@ def second_road(model: nn.Module, config: Any, dtype: torch.dtype, positions: bo
         layers=[LayerInfo(kv_heads=h, key_size=k, value_size=v) for h, k, v in shapes],
         ragged=False,
     )
-    graph = graph_of(program, info, mode, names)
+    graph = graph_of(program, info, fake_mode_of(program), names)
     rename_inputs(graph, len(shapes))
     info.ragged = counts_tokens(graph, positions)
     return graph
@@ -642,13 +651,12 @@ def capture_module(source: ModelSource, dtype: torch.dtype) -> Graph:
             raise UnsupportedError(
                 f"{type(module).__name__} cannot be exported", why=reason_of(error)
             ) from error
-    mode = fake_mode_of(program)
     names = [
         spec.arg.name if hasattr(spec.arg, "name") else f"output_{i}"
         for i, spec in enumerate(program.graph_signature.output_specs)
     ]
     info = ModelInfo(kind="module", model_type=getattr(source.config, "model_type", None))
-    graph = graph_of(program, info, mode, names)
+    graph = graph_of(program, info, fake_mode_of(program), names)
     bound = dict(source.tensors)
     state = {**program.state_dict, **program.constants}
     for node in [n for n in graph.nodes if n.op == "get_attr"]:

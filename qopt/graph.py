@@ -300,10 +300,10 @@ def set_attribute(module: fx.GraphModule, name: str, value: Any) -> None:
     *path, leaf = name.split(".")
     owner: torch.nn.Module = module
     for part in path:
-        if not hasattr(owner, part):
+        if part not in owner._modules:
             owner.add_module(part, torch.nn.Module())
         owner = getattr(owner, part)
-    setattr(owner, leaf, value)
+    owner.register_buffer(leaf, value, persistent=False)
 
 
 def describe(node: fx.Node) -> str:
