@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from qopt.errors import UnsupportedError, UsageError
 from qopt.weights import FileSource, LazyWeight
@@ -159,9 +161,13 @@ def _damaged(path: Path, why: str) -> UsageError:
 
 
 def read_torch_bin(path: Path) -> dict[str, LazyWeight]:
-    """Read a `.bin` through torch's weights-only unpickler; a file that wants more is refused."""
+    """Read a `.bin` through torch's weights-only unpickler; a file that wants more is refused.
+
+    On the meta device that gives shapes and offsets, and the tensors are then read at use.
+    """
+    zipped = zipfile.is_zipfile(path)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        state = torch.load(path, map_location="meta" if zipped else "cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise UnsupportedError(
             "the checkpoint is a pickle that asks for more than tensors",
@@ -175,8 +181,52 @@ def read_torch_bin(path: Path) -> dict[str, LazyWeight]:
         ) from None
     if not isinstance(state, Mapping):
         raise UsageError("the checkpoint is no mapping of names to tensors", where=str(path))
-    return {
-        str(name): LazyWeight.memory(value)
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor)
-    }
+    tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    if zipped:
+        return {name: _in_archive(path, tensor) for name, tensor in tensors.items()}
+    return {name: LazyWeight.memory(tensor) for name, tensor in tensors.items()}
+
+
+def _in_archive(path: Path, tensor: Tensor) -> LazyWeight:
+    storage: Any = tensor.untyped_storage()
+    return strided(
+        path,
+        int(storage._checkpoint_offset),  # left there by torch.load for tensors without values
+        storage.nbytes(),
+        tensor.shape,
+        tensor.stride(),
+        int(tensor.storage_offset()),
+        tensor.dtype,
+    )
+
+
+def strided(
+    path: Path,
+    offset: int,
+    nbytes: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    start: int,
+    dtype: torch.dtype,
+) -> LazyWeight:
+    """Give the view of a storage that lies at `offset` of a file; rows are read where they can."""
+    shape, strides = tuple(shape), tuple(strides)
+    count = torch.Size(shape).numel()
+    reach = start + 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    if count and reach * dtype.itemsize > nbytes:
+        raise UsageError(
+            f"a tensor of shape {list(shape)} goes beyond its {nbytes} bytes",
+            where=str(path),
+            why="the file is damaged",
+            todo=REFETCH,
+        )
+    if not count or torch.empty(shape, device="meta").stride() == strides:
+        return LazyWeight.of(FileSource(path, offset + start * dtype.itemsize, shape, dtype))
+    flat = FileSource(path, offset, (nbytes // dtype.itemsize,), dtype)
+
+    def view(values: list[Tensor]) -> Tensor:
+        return values[0].as_strided(shape, strides, start)
+
+    return LazyWeight.apply(
+        "as_strided", view, [LazyWeight.of(flat)], shape, dtype, (shape, strides, start)
+    )

@@ -29,8 +29,9 @@ from torch._export.serde.serialize import (
 )
 from torch.export import ExportedProgram
 
+from qopt.checkpoint import strided
 from qopt.errors import UnsupportedError, UsageError
-from qopt.weights import FileSource, LazyWeight
+from qopt.weights import LazyWeight
 
 TARGETS = re.compile(
     r"torch\.ops\.\w+(\.\w+)*|math\.\w+|torch\.(_sym_sqrt|sym_\w+)"
@@ -75,6 +76,8 @@ class _Archive:
             str(PurePosixPath(*PurePosixPath(member.filename).parts[1:])): member
             for member in members
         }
+        if "archive_format" not in self.members:
+            raise self.damaged("it is no archive of torch.export.save, or truncated")
         if "models/model.json" not in self.members:
             raise UnsupportedError(
                 "this .pt2 file has no models/model.json",
@@ -136,21 +139,7 @@ def _weight(archive: _Archive, member: str, meta: dict[str, Any]) -> LazyWeight:
     strides = tuple(int(stride["as_int"]) for stride in meta["strides"])
     start = int(meta["storage_offset"]["as_int"])
     offset, nbytes = archive.offset(member)
-    reach = 1 + start + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-    if torch.Size(shape).numel() and reach * dtype.itemsize > nbytes:
-        raise archive.damaged(f"{member} has {nbytes} bytes, its shape wants more")
-    if torch.empty(shape, device="meta").stride() == strides or not torch.Size(shape).numel():
-        return LazyWeight.of(
-            FileSource(archive.path, offset + start * dtype.itemsize, shape, dtype)
-        )
-    flat = FileSource(archive.path, offset, (nbytes // dtype.itemsize,), dtype)
-
-    def view(values: list[Tensor]) -> Tensor:
-        return values[0].as_strided(shape, strides, start)
-
-    return LazyWeight.apply(
-        "as_strided", view, [LazyWeight.of(flat)], shape, dtype, (shape, strides, start)
-    )
+    return strided(archive.path, offset, nbytes, shape, strides, start, dtype)
 
 
 def _pickled(path: Path, name: str) -> UnsupportedError:
