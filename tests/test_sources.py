@@ -224,7 +224,7 @@ def test_an_explicit_equal_head_is_tied_and_an_unequal_one_kept(tmp_path: Path) 
     source = open_source(str(rewritten(tmp_path, with_head(lambda embedding: embedding + 1))))
     weights = bound(source)
     assert weights["lm_head.weight"].digest != weights["model.embed_tokens.weight"].digest
-    assert_same(weights, AUTO.from_pretrained(tmp_path).state_dict())
+    assert_same(weights, load_file(tmp_path / "model.safetensors"))  # 4.57 ignores the head
     assert "differ in the checkpoint" in source.notes[0]
     assert source.config is not None
     assert source.config.tie_word_embeddings is False
@@ -319,6 +319,7 @@ def test_an_extra_tensor_is_said_and_a_wrong_shape_refused(tmp_path: Path) -> No
     assert "lm_head.weight has shape [96, 64] in the checkpoint, [97, 64] in the model" in text
 
 
+@pytest.mark.skipif(not TRANSFORMERS_5, reason="4.57 takes a name without prefix for needless")
 def test_a_tensor_given_twice_is_refused(tmp_path: Path) -> None:
     saved(tiny(), tmp_path)
     rewritten(tmp_path, lambda t: t | {"norm.weight": t["model.norm.weight"]})
@@ -366,7 +367,8 @@ def test_a_missing_shard_and_a_folder_without_model_are_named(tmp_path: Path) ->
 
 def changed_config(folder: Path, **changes: Any) -> Path:
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: n for key, n in config.items() if n is not None}))
     return folder
 
 
@@ -491,10 +493,10 @@ def gguf_file(path: Path, model: Any) -> Path:
     writer.add_rope_freq_base(10000.0)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
-    letters = [chr(33 + i) for i in range(config.vocab_size - 5)]
-    writer.add_token_list(["<unk>", "<s>", "</s>", "Ġ", "ab", *letters])
+    letters = [chr(33 + i) for i in range(config.vocab_size - 6)]
+    writer.add_token_list(["<unk>", "<s>", "</s>", "Ġ", "ab", "cd", *letters])
     writer.add_token_types([3, 3, 3] + [1] * (config.vocab_size - 3))
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "c d"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_chat_template("{{ messages[0].content }}")
