@@ -55,6 +55,11 @@ class Tokenizer:
         """Whether a token is a mark of the model's, and no text."""
         return id_ in self._special
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model can be given messages."""
+        return self._template is not None
+
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, up to where the model's answer begins."""
         return self.encode(self.render(messages), special=False)

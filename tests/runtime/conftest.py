@@ -102,8 +102,14 @@ class _Graph:
     weights: dict[str, np.ndarray[Any, Any]]
     form: str  # standard: past and new are concatenated; gqa: written in place
     keep: bool = True  # has `num_logits_to_keep`
+    dtype: str = "float32"
     nodes: list[Any] = field(default_factory=list)
     constants: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def float(self) -> int:
+        """ONNX's number for the dtype."""
+        return int(helper.np_dtype_to_tensor_dtype(np.dtype(self.dtype)))
 
     def add(self, op: str, *inputs: str, out: str | None = None, **attributes: Any) -> str:
         """Append a node and name its output."""
@@ -131,7 +137,9 @@ class _Graph:
         if self.keep:
             h = self._last(h)
         self.add("MatMul", h, "head", out="logits")
-        initializers = [numpy_helper.from_array(v, k) for k, v in self.weights.items()]
+        initializers = [
+            numpy_helper.from_array(v.astype(self.dtype), k) for k, v in self.weights.items()
+        ]
         if self.keep:
             initializers.append(numpy_helper.from_array(np.array([1]), "num_logits_to_keep"))
         graph = helper.make_graph(
@@ -155,7 +163,7 @@ class _Graph:
         return [helper.make_tensor_value_info(n, TensorProto.INT64, s) for n, s in ints.items()] + [
             helper.make_tensor_value_info(
                 f"past_key_values.{layer}.{kind}",
-                TensorProto.FLOAT,
+                self.float,
                 ["batch_size", HEADS, "past_sequence_length", size],
             )
             for layer, size in enumerate(HEAD_SIZES)
@@ -165,10 +173,10 @@ class _Graph:
     def outputs(self) -> list[Any]:
         columns = 1 if self.keep else "sequence_length"
         logits = ["batch_size", columns, VOCABULARY]
-        return [helper.make_tensor_value_info("logits", TensorProto.FLOAT, logits)] + [
+        return [helper.make_tensor_value_info("logits", self.float, logits)] + [
             helper.make_tensor_value_info(
                 f"present.{layer}.{kind}",
-                TensorProto.FLOAT,
+                self.float,
                 ["batch_size", HEADS, "total_sequence_length", size],
             )
             for layer, size in enumerate(HEAD_SIZES)
@@ -191,7 +199,7 @@ class _Graph:
         value = self.add(
             "Concat", f"past_key_values.{layer}.value", v, axis=2, out=f"present.{layer}.value"
         )
-        scale = self.const(size**-0.5, np.float32)
+        scale = self.const(size**-0.5, self.dtype)
         scores = self.add(
             "Mul", self.add("MatMul", q, self.add("Transpose", key, perm=[0, 1, 3, 2])), scale
         )
@@ -201,7 +209,7 @@ class _Graph:
         causal = self.add("LessOrEqual", slots, self.add("Unsqueeze", mine, self.one))
         real = self.add("Cast", "attention_mask", to=TensorProto.BOOL)
         visible = self.add("And", causal, self.add("Unsqueeze", real, self.const([1, 2])))
-        masked = self.add("Where", visible, scores, self.const(-1e9, np.float32))
+        masked = self.add("Where", visible, scores, self.const(-6e4, self.dtype))
         mixed = self.add("MatMul", self.add("Softmax", masked, axis=-1), value)
         back = self.add("Transpose", mixed, perm=[0, 2, 1, 3])
         return self.add("Reshape", back, self.const([0, 0, HEADS * size]))
@@ -270,7 +278,7 @@ def _write_manifest(folder: Path, graph: _Graph, info: dict[str, Any]) -> None:
     layers = [LayerInfo(kv_heads=HEADS, key_size=s, value_size=s) for s in HEAD_SIZES]
     manifest = Manifest(
         target="onnx-cpu" if graph.form == "gqa" else "onnx",
-        dtype="float32",
+        dtype=graph.dtype,
         source=SourceInfo(kind="folder"),
         model=ModelInfo(kind="decoder", layers=layers, **(facts | info)),
         inputs=[_tensor_spec(i) for i in graph.inputs() if i.name != "num_logits_to_keep"],

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import processors
 
 from qopt.errors import UnsupportedError, UsageError
 from qopt.evaluate import evaluate
@@ -35,7 +36,11 @@ def log_probabilities(built: Any, window: list[int]) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("keep", [True, False])
 def test_perplexity_kl_and_agreement(tiny: Build, text: Path, form: str, keep: bool) -> None:
     ours, theirs = tiny(form, keep=keep), tiny("standard", seed=3, name="original")
-    ids = ours.load().tokenizer.encode(TEXT)
+    model = ours.load()
+    ids = model.tokenizer.encode(TEXT)
+    model.tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<eos> $A", special_tokens=[("<eos>", 256)]
+    )  # a BOS that must not be scored
     windows = [ids[at : at + 20] for at in range(0, 60, 20)]
     nll, kl, same = [], [], []
     for window in windows:
@@ -43,7 +48,7 @@ def test_perplexity_kl_and_agreement(tiny: Build, text: Path, form: str, keep: b
         nll += [-q[at, window[at + 1]] for at in range(19)]
         kl += list((np.exp(p) * (p - q)).sum(axis=1))
         same += list(p.argmax(axis=1) == q.argmax(axis=1))
-    result = evaluate(ours.folder, text, against=theirs.folder, windows=3, length=20)
+    result = evaluate(model, text, against=theirs.folder, windows=3, length=20)
     assert result.perplexity == pytest.approx(np.exp(np.mean(nll)), rel=1e-5)
     assert result.kl == pytest.approx(np.mean(kl), rel=1e-5)
     assert result.top1 == pytest.approx(np.mean(same))

@@ -134,6 +134,19 @@ def test_unequal_rows_run_apart_where_the_model_is_not_exact_on_them(tiny: Build
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_float16_artifacts_run(tiny: Build, form: str) -> None:
+    built = tiny(form, dtype="float16")
+    model = built.load()
+    assert model.session.inputs["past_key_values.0.key"].dtype == "float16"
+    decoder = model.decoder()
+    ids = prompts([12])[0]
+    decoder.forward(np.array([ids[:11]]))
+    logits = decoder.forward(np.array([ids[11:]]))
+    assert logits.dtype == np.float32
+    np.testing.assert_allclose(logits[0, 0], built.reference(ids)[-1], atol=0.05)
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_buffers_grow(tiny: Build, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qopt.runtime.cache.FIRST_CAPACITY", 4)
     built = tiny(form)
@@ -165,6 +178,11 @@ class TestI07:
         assert result.tokens == probe.greedy(row, 4)
         assert result.finish_reason == "eos"
         assert result.text == built.load().tokenizer.decode(result.tokens[:-1])
+        pieces: list[str] = []
+        built.load().generate_ids(
+            [row], max_new_tokens=20, stream=lambda _, text: pieces.append(text)
+        )
+        assert "".join(pieces) == result.text  # this EOS is an ordinary token to the tokenizer
 
     def test_min_new_tokens_forbids_all_of_them(self, tiny: Build) -> None:
         row = prompts([6])[0]

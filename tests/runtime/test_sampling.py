@@ -65,7 +65,7 @@ def test_draws_follow_the_filtered_distribution(options: dict[str, Any]) -> None
             assert got.get(token, 0.0) == pytest.approx(probability, abs=2 / draws + 1e-5)
 
 
-@pytest.mark.parametrize("top_p", [1e-8, 1e-4, 1e-3])
+@pytest.mark.parametrize("top_p", [1e-50, 1e-8, 1e-4, 1e-3])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_I05_the_best_token_always_survives(top_p: float, dtype: Any) -> None:
     logits = random_logits(8, 4096).astype(dtype).astype(np.float32)

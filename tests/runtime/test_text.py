@@ -170,6 +170,7 @@ def test_a_template_in_the_config(tiny: Build) -> None:
         (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
         assert Tokenizer(folder).render([]) == "yes"
     (folder / "tokenizer_config.json").unlink()
+    assert not Tokenizer(folder).has_chat_template
     with pytest.raises(UsageError, match="no chat template"):
         Tokenizer(folder).render([])
 
