@@ -29,20 +29,13 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
     """Map each tied parameter to the one it shares, as the config asks for it."""
     if TRANSFORMERS_5:
         return dict(model.all_tied_weights_keys)
-    if not getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False):
-        return {}
-    names = {id(module): name for name, module in model.named_modules()}
-    v4: Any = model  # members whose types differ between the versions
-    head, embedding = v4.get_output_embeddings(), v4.get_input_embeddings()
-    if head is None or embedding is None:
-        return {}
-    tied = {f"{names[id(head)]}.weight": f"{names[id(embedding)]}.weight"}
-    declared = set(v4._tied_weights_keys or ())
-    bias = f"{names[id(head)]}.bias"
-    owner = next((name for name in declared if name.endswith(".bias") and name != bias), None)
-    if bias in declared and owner is not None:
-        tied[bias] = owner
-    return tied
+    # 4.57 ties by sharing parameters, which a model made by `init_empty_weights` has lost.
+    with torch.device("meta"):
+        twin = type(model)(model.config)
+    owners: dict[int, str] = {}
+    state = twin.state_dict(keep_vars=True)
+    names = {name: owners.setdefault(id(tensor), name) for name, tensor in state.items()}
+    return {name: owner for name, owner in names.items() if name != owner}
 
 
 # Names ---------------------------------------------------------------------------------------

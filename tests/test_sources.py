@@ -29,6 +29,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from qopt import compat
 from qopt.compat import TRANSFORMERS_5
 from qopt.errors import QoptError, ResourceError, UnsupportedError, UsageError
 from qopt.sources import ModelSource, bind_weights, open_module, open_source
@@ -63,7 +64,7 @@ EXPERTS = SIZES | {
 }
 
 FAMILIES = ["llama", "gpt2", "opt", "phi3", "gemma3_text", "bloom", "mixtral", "qwen2_moe"]
-FAMILIES += ["gpt_oss", "deepseek_v3"]
+FAMILIES += ["gpt_oss", "deepseek_v3", "roberta", "mamba"]
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +94,8 @@ def saved(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
 
 def bound(source: ModelSource) -> dict[str, LazyWeight]:
     with init_empty_weights(include_buffers=False):
-        return bind_weights(AUTO.from_config(source.config), source)
+        model = AUTO.from_config(source.config)
+    return bind_weights(model, source)
 
 
 def assert_same(weights: Mapping[str, LazyWeight], state: Mapping[str, Tensor]) -> None:
@@ -132,6 +134,18 @@ def test_merged_experts_are_native_transforms_that_read_rows_apart(tmp_path: Pat
     weight = bound(open_source(str(tmp_path)))["model.layers.0.mlp.experts.gate_up_proj"]
     assert weight.name == "concat"
     assert len(list(weight.chunks(limit=weight.nbytes // 4))) == 4
+
+
+@pytest.mark.skipif(not TRANSFORMERS_5, reason="4.57 converts nothing")
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
+def test_a_conversion_unknown_to_qopt_runs_transformers_own(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "_NATIVE", {})
+    saved(tiny(kind), tmp_path)
+    weights = bound(open_source(str(tmp_path)))
+    assert "convert" in {weight.name for weight in weights.values()}
+    assert_same(weights, AUTO.from_pretrained(tmp_path).state_dict())
 
 
 def test_an_explicit_head_dim_survives(tmp_path: Path) -> None:
