@@ -29,7 +29,7 @@ def bind_weights(model: nn.Module, source: ModelSource) -> dict[str, LazyWeight]
     """
     expected = model.state_dict(keep_vars=True)
     if not source.with_weights:
-        bound = {name: _absent(name, tensor) for name, tensor in expected.items()}
+        bound = {name: absent_weight(name, tensor) for name, tensor in expected.items()}
         if isinstance(model, PreTrainedModel):
             bound |= {name: bound[owner] for name, owner in compat.tied_names(model).items()}
         return bound
@@ -42,8 +42,9 @@ def bind_weights(model: nn.Module, source: ModelSource) -> dict[str, LazyWeight]
     return source.adapter.merge(bound) if source.adapter else bound
 
 
-def _absent(name: str, tensor: Tensor) -> LazyWeight:
-    return LazyWeight.of(AbsentSource(tuple(tensor.shape), tensor.dtype, name))
+def absent_weight(name: str, like: Tensor | LazyWeight) -> LazyWeight:
+    """Stand for a weight whose values were not asked for."""
+    return LazyWeight.of(AbsentSource(tuple(like.shape), like.dtype, name))
 
 
 def _bind_checkpoint(

@@ -9,6 +9,7 @@ import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -63,7 +64,7 @@ class GGUFSource:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-@dataclass(frozen=True)
+@dataclass
 class GGUFFile:
     """The header of a GGUF file."""
 
@@ -71,6 +72,12 @@ class GGUFFile:
     architecture: str
     data_offset: int  # where the header ends and the tensors begin
     tensors: dict[str, LazyWeight]  # by the file's own names
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the header: settings, vocabulary, and where which tensor lies."""
+        with self.path.open("rb", buffering=0) as raw:
+            return hashlib.sha256(os.pread(raw.fileno(), self.data_offset, 0)).hexdigest()
 
 
 def open_gguf(path: Path) -> GGUFFile:
@@ -192,11 +199,8 @@ def _damaged(path: Path, why: str) -> UsageError:
 
 def materialise(file: GGUFFile) -> Path:
     """Write config and tokenizer of a GGUF file into the cache, once; return their folder."""
-    with file.path.open("rb", buffering=0) as raw:
-        header = os.pread(raw.fileno(), file.data_offset, 0)
-    versions = f"{transformers.__version__} {version('gguf')}".encode()
-    digest = hashlib.sha256(header + versions).hexdigest()
-    folder = cache_dir("models") / f"gguf-{digest[:16]}"
+    versions = f"{file.digest} {transformers.__version__} {version('gguf')}".encode()
+    folder = cache_dir("models") / f"gguf-{hashlib.sha256(versions).hexdigest()[:16]}"
     if not (folder / "config.json").exists():
         with whole_folder(folder) as out:
             _write_config(file, out)

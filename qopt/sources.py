@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import re
-import runpy
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -21,7 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from qopt.adapter import Adapter, read_adapter
-from qopt.binding import bind_weights
+from qopt.binding import absent_weight, bind_weights
 from qopt.checkpoint import has_weights, read_folder, read_json
 from qopt.demo import DEMOS, find_demo
 from qopt.errors import ResourceError, UnsupportedError, UsageError
@@ -44,7 +46,7 @@ class ModelSource:
     identity: str = ""  # hub id or demo name; empty for a local path, which no artifact stores
     where: str = ""  # for messages: the path or name as the user gave it
     config: PretrainedConfig | None = None  # of a decoder: the text config
-    raw_config: dict[str, Any] = field(default_factory=dict)  # as the checkpoint spells it
+    facts: dict[str, Any] = field(default_factory=dict)  # what `digest` covers beside tensors
     generation_config: dict[str, Any] = field(default_factory=dict)
     folder: Path | None = None  # where tokenizer and config files lie
     tensors: dict[str, LazyWeight] = field(default_factory=dict)  # by the checkpoint's names
@@ -77,7 +79,7 @@ class ModelSource:
     @cached_property
     def digest(self) -> str:
         """SHA-256 over the config and every tensor, the same wherever the files lie."""
-        digest = hashlib.sha256(json.dumps(self.raw_config, sort_keys=True).encode())
+        digest = hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode())
         for name in sorted(self.tensors):
             digest.update(f"{name} {self.tensors[name].digest}\n".encode())
         if self.adapter:
@@ -115,11 +117,21 @@ def open_source(
             todo=f"give one of these, or a demo: {', '.join(DEMOS)}",
         )
     source.where = model
+    source.with_weights = weights
     if adapter is not None:
-        if source.kind == "program":
-            raise UnsupportedError("an adapter cannot be merged into a .pt2 file", where=model)
-        source.adapter = read_adapter(adapter)
+        _adapt(source, read_adapter(adapter))
+    if not weights:
+        source.tensors = {name: absent_weight(name, w) for name, w in source.tensors.items()}
     return source
+
+
+def _adapt(source: ModelSource, adapter: Adapter) -> None:
+    if source.kind == "program":
+        raise UnsupportedError("an adapter cannot be merged into a .pt2 file", where=source.where)
+    if source.kind == "module":
+        source.tensors = adapter.merge(source.tensors)
+    else:  # its names are those of the decoder: merged when the weights are bound
+        source.adapter = adapter
 
 
 def _open_path(path: Path, weights: bool) -> ModelSource:
@@ -152,7 +164,7 @@ def open_folder(folder: Path, *, identity: str = "", weights: bool = True) -> Mo
         identity,
         str(folder),
         config,
-        raw,
+        _plain(raw),
         _generation_config(folder, config),
         folder,
         with_weights=weights,
@@ -237,7 +249,7 @@ def open_gguf_file(path: Path, weights: bool = True) -> ModelSource:
     file = open_gguf(path)
     folder = materialise(file)
     source = open_folder(folder, weights=False)
-    source.with_weights = weights
+    source.where, source.with_weights, source.facts = str(path), weights, {"gguf": file.digest}
     if weights:
         source.tensors = read_gguf(file, folder)
     return source
@@ -250,7 +262,7 @@ def open_function(file: Path, name: str) -> ModelSource:
     """Run `file` and call its function: it gives (module, args) or (module, args, shapes)."""
     where = f"{file}:{name}"
     try:
-        function = runpy.run_path(str(file), run_name=file.stem).get(name)
+        function = getattr(_run(file), name, None)
         result = function() if callable(function) else None
     except Exception as error:
         raise UsageError(
@@ -271,6 +283,18 @@ def open_function(file: Path, name: str) -> ModelSource:
     )
 
 
+def _run(file: Path) -> ModuleType:
+    """Import a file by its path, as Python runs a script: its folder can be imported from."""
+    spec = importlib.util.spec_from_file_location(f"qopt_model_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and torch look their module up there
+    sys.path.insert(0, str(file.parent.resolve()))
+    spec.loader.exec_module(module)
+    return module
+
+
 def open_module(
     module: nn.Module, args: tuple[Any, ...] = (), dynamic_shapes: Any = None
 ) -> ModelSource:
@@ -279,9 +303,9 @@ def open_module(
     source.training = [part for part in module.modules() if part.training]
     module.eval()
     source.tensors = _shared(module.state_dict(keep_vars=True))
-    source.raw_config = {"module": type(module).__qualname__}
+    source.facts = {"module": type(module).__qualname__}
     if isinstance(module, PreTrainedModel):
-        source.raw_config = _plain(module.config.to_dict())
+        source.facts = _plain(module.config.to_dict())
         if module.can_generate() and module.config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             source.kind, source.config = "decoder", module.config
             source.generation_config = dict(module.generation_config.to_diff_dict())
@@ -313,7 +337,7 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
 def open_program(path: Path) -> ModelSource:
     """Open a `.pt2` file without unpickling anything."""
     program, tensors, graph = read_pt2(path)
-    return ModelSource("program", program=program, tensors=tensors, raw_config=graph)
+    return ModelSource("program", program=program, tensors=tensors, facts=graph)
 
 
 # The hub -------------------------------------------------------------------------------------
@@ -342,13 +366,15 @@ def download(hub_id: str, revision: str | None = None) -> Path:
     try:
         folder = snapshot(HUB_FILES)
         return folder if has_weights(folder) else snapshot([*HUB_FILES, "*.bin"])
+    except LocalEntryNotFoundError as error:  # in old versions also a HfHubHTTPError
+        raise _no_network(hub_id, str(error).splitlines()[0]) from None
     except HfHubHTTPError as error:
         raise UsageError(
             f"the hub refuses {hub_id}",
             why=str(error).splitlines()[0],
             todo="check name and --revision; a gated model wants HF_TOKEN",
         ) from None
-    except (OSError, LocalEntryNotFoundError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:
         raise _no_network(hub_id, str(error).splitlines()[0]) from None
 
 

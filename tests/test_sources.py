@@ -580,6 +580,7 @@ def test_a_function_gives_a_module_with_arguments(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "import torch\n"
+        "import beside\n"
         "def mlp():\n"
         "    return torch.nn.Linear(4, 2), (torch.randn(3, 4),)\n"
         "def dynamic():\n"
@@ -589,6 +590,7 @@ def test_a_function_gives_a_module_with_arguments(tmp_path: Path) -> None:
         "def broken():\n"
         "    raise ValueError('no such file')\n"
     )
+    (tmp_path / "beside.py").write_text("")
     source = open_source(f"{file}:mlp")
     assert source.kind == "module"
     assert source.module is not None
@@ -597,6 +599,7 @@ def test_a_function_gives_a_module_with_arguments(tmp_path: Path) -> None:
     assert_same(bind_weights(source.module, source), source.module.state_dict())
     source.close()
     assert source.module.training
+    assert open_source(f"{file}:mlp", weights=False).tensors["weight"].absent
     assert open_source(f"{file}:dynamic").dynamic_shapes == ({0: "batch"},)
     assert "returned int" in refusal(UsageError, f"{file}:wrong")
     assert "ValueError: no such file" in refusal(UsageError, f"{file}:broken")
@@ -775,6 +778,21 @@ def test_an_adapter_is_merged(config: dict[str, Any], scale: float, tmp_path: Pa
     rest = {name: t for name, t in model.state_dict().items() if name != f"{LAYER}.weight"}
     assert_same(weights, rest)
     assert source.digest != open_source(str(tmp_path / "base")).digest
+
+
+def test_an_adapter_of_a_module_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\n"
+        "def mlp():\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(4, 2)), (torch.randn(3, 4),)\n"
+    )
+    a, b = torch.randn(4, 4), torch.randn(2, 4)
+    adapter = lora(tmp_path / "lora", {"0.lora_A.weight": a, "0.lora_B.weight": b})
+    source = open_source(f"{file}:mlp", adapter=adapter)
+    assert source.module is not None
+    expected = source.module.state_dict()["0.weight"] + 1.5 * (b @ a)
+    torch.testing.assert_close(source.tensors["0.weight"].evaluate(), expected)
 
 
 def test_fan_in_fan_out_embeddings_and_whole_modules(tmp_path: Path) -> None:
