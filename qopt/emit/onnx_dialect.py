@@ -1,0 +1,693 @@
+"""ONNX for the dialect: how each target runs an op, and what it cannot take."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, fx
+
+from qopt.canonical import value
+from qopt.emit.builder import DTYPES, Builder
+from qopt.emit.onnx_aten import activation
+from qopt.graph import Graph
+from qopt.lower import Context, implements
+from qopt.ops import OPS
+
+aten = torch.ops.aten
+ROTARY = OPS["rotary"].target
+
+
+class Plain:
+    """An implementation that reads the node's own arguments and never refuses."""
+
+    name = ""
+
+    def refuses(self, context: Context, node: fx.Node) -> str | None:
+        """Nothing is refused."""
+        return None
+
+    def sources(self, node: fx.Node) -> Iterable[fx.Node]:
+        """The node's own inputs."""
+        return node.all_input_nodes
+
+
+def half(node: fx.Node) -> str | None:
+    """Why an op that rounds once cannot run this node in half precision."""
+    first = value(node)
+    first = first[0] if isinstance(first, list | tuple) else first
+    return None if first.dtype == torch.float32 else "it rounds the product with the weight only once"
+
+
+def gamma(b: Builder, weight: Any, x: fx.Node) -> ir.Value:
+    """A norm's weight, ones where it has none."""
+    dtype = value(x).dtype
+    if weight is None:
+        return b.const(torch.ones(int(value(x).shape[-1])), dtype)
+    return b.get(weight, dtype)
+
+
+@implements("rms_norm", "onnx", "onnx-cpu")
+class StandardRMSNorm(Plain):
+    """`RMSNormalization` of opset 23, which rounds before it multiplies by the weight."""
+
+    name = "RMSNormalization"
+
+    def refuses(self, context: Context, node: fx.Node) -> str | None:
+        """It exists from opset 23 on; the place of the rounding matters below fp32."""
+        if context.opset < 23:
+            return f"it needs opset 23, the limit is {context.opset}"
+        if value(node).dtype != torch.float32 and not node.args[3] and node.args[1] is not None:
+            return "the model rounds after the weight, the op before it"
+        return None
+
+    def emit(self, b: Builder, node: fx.Node) -> ir.Value:
+        """One node."""
+        x, weight, eps = node.args[:3]
+        b.needs(23)
+        scale = gamma(b, weight, x)  # type: ignore[arg-type]
+        return b.op("RMSNormalization", b.get(x), scale, axis=-1, epsilon=float(eps), stash_type=1)  # type: ignore[arg-type]
+
+
+@implements("add_rms_norm", "onnx-cpu")
+class SkipRMSNorm(Plain):
+    """`SkipSimplifiedLayerNormalization`; the sum is its output 3."""
+
+    name = "SkipSimplifiedLayerNormalization"
+
+    def refuses(self, context: Context, node: fx.Node) -> str | None:
+        """Three dimensions, and one rounding."""
+        if value(node.args[0]).dim() not in (2, 3):
+            return f"it takes 2 or 3 dimensions, not {value(node.args[0]).dim()}"
+        return None if node.args[2] is None else half(node)
+
+    def emit(self, b: Builder, node: fx.Node) -> list[ir.Value]:
+        """One node with two of its four results."""
+        x, residual, weight, eps = node.args[:4]
+        out = b.microsoft(
+            "SkipSimplifiedLayerNormalization",
+            b.get(x),
+            b.get(residual),
+            gamma(b, weight, x),  # type: ignore[arg-type]
+            outputs=4,
+            epsilon=float(eps),  # type: ignore[arg-type]
+        )
+        return skip_results(out)
+
+
+@implements("add_layer_norm", "onnx-cpu")
+class SkipLayerNorm(Plain):
+    """`SkipLayerNormalization`; the sum is its output 3."""
+
+    name = "SkipLayerNormalization"
+
+    def refuses(self, context: Context, node: fx.Node) -> str | None:
+        """Three dimensions, and one rounding."""
+        if value(node.args[0]).dim() not in (2, 3):
+            return f"it takes 2 or 3 dimensions, not {value(node.args[0]).dim()}"
+        return half(node)
+
+    def emit(self, b: Builder, node: fx.Node) -> list[ir.Value]:
+        """One node with two of its four results."""
+        x, residual, weight, bias, eps = node.args[:5]
+        out = b.microsoft(
+            "SkipLayerNormalization",
+            b.get(x),
+            b.get(residual),
+            gamma(b, weight, x),  # type: ignore[arg-type]
+            None if bias is None else b.get(bias),
+            outputs=4,
+            epsilon=float(eps),  # type: ignore[arg-type]
+        )
+        return skip_results(out)
+
+
+def skip_results(out: list[ir.Value]) -> list[ir.Value]:
+    """The norm and the sum; mean and deviation are left out of the node."""
+    for unused in (out[1], out[2]):
+        unused.name = ""
+    return [out[0], out[3]]
+
+
+@implements("gated", "onnx", "onnx-cpu")
+class Gated(Plain):
+    """An activation and a product."""
+
+    name = "activation and Mul"
+
+    def emit(self, b: Builder, node: fx.Node) -> ir.Value:
+        """Two or three nodes."""
+        gate, up, *rest = node.args
+        name = str(rest[0]) if rest else str(node.kwargs.get("activation", "silu"))
+        return b.op("Mul", activation(b, name, b.get(gate)), b.get(up))
+
+
+@implements("last_tokens", "onnx", "onnx-cpu")
+class LastTokens(Plain):
+    """Each row's own last columns, by `GatherND`."""
+
+    name = "GatherND"
+
+    def emit(self, b: Builder, node: fx.Node) -> ir.Value:
+        """Columns length - n to length - 1 of each row; all of them where n is 0."""
+        x, mask, n = node.args
+        assert isinstance(x, fx.Node)
+        assert isinstance(mask, fx.Node)
+        columns = b.size(x, 1)
+        asked, zero = b.get(n), b.const([0])
+        everything = b.op("Equal", asked, zero)
+        count = b.op("Where", everything, columns, asked)
+        length = b.op("Unsqueeze", query_lengths(b, mask, columns), b.const([1]))
+        last = b.op("Where", everything, columns, length)
+        offsets = b.op("Range", b.const(0), b.op("Squeeze", count, zero), b.const(1))
+        places = b.op("Max", b.op("Add", b.op("Sub", last, count), offsets), zero)
+        return b.op("GatherND", b.get(x), b.op("Unsqueeze", places, b.const([2])), batch_dims=1)
+
+
+def query_lengths(b: Builder, mask: fx.Node, columns: ir.Value) -> ir.Value:
+    """How many of each row's new columns are real: int64 [B]."""
+
+    def make() -> ir.Value:
+        new = b.op("Slice", b.get(mask), b.op("Neg", columns), b.const([1 << 62]), b.const([1]))
+        return b.op("ReduceSum", new, b.const([1]), keepdims=0)  # type: ignore[no-any-return]
+
+    return b.once("query_lengths", make)  # type: ignore[no-any-return]
+
+
+@implements("rotary", "onnx", "onnx-cpu")
+class StandardRotary(Plain):
+    """`RotaryEmbedding` of opset 23 on angles that the graph computes."""
+
+    name = "RotaryEmbedding"
+
+    def refuses(self, context: Context, node: fx.Node) -> str | None:
+        """It exists from opset 23 on, and wants angles in the type of x."""
+        if context.opset < 23:
+            return f"it needs opset 23, the limit is {context.opset}"
+        if value(node.args[1]).dtype != value(node.args[0]).dtype:
+            return "the angles are not of the type of x"
+        return None
+
+    def emit(self, b: Builder, node: fx.Node) -> ir.Value:
+        """One node, the angles in one row for each sequence."""
+        x, cos, sin, *rest = node.args
+        assert isinstance(x, fx.Node)
+        b.needs(23)
+        size, width = int(value(x).shape[-1]), 2 * int(value(cos).shape[-1])
+        return b.op(  # type: ignore[no-any-return]
+            "RotaryEmbedding",
+            b.get(x),
+            rows(b, cos, x),
+            rows(b, sin, x),
+            interleaved=int(bool(rest[0])) if rest else 0,
+            rotary_embedding_dim=0 if width == size else width,
+        )
+
+
+def rows(b: Builder, table: Any, x: fx.Node) -> ir.Value:
+    """Angles of (1 or B, S, R) as (B, S, R)."""
+    if value(table).shape[0] != 1:
+        return b.get(table)
+
+    def make() -> ir.Value:
+        shape = b.op("Concat", b.size(x, 0), b.const([1, 1]), axis=0)
+        return b.op("Expand", b.get(table), shape)  # type: ignore[no-any-return]
+
+    return b.once(("rows", table), make)  # type: ignore[no-any-return]
+
+
+# Attention -----------------------------------------------------------------------------------
+
+
+@implements("cached_attention", "onnx-cpu")
+class GroupQueryAttention:
+    """`com.microsoft.GroupQueryAttention`: writes the cache in place, takes the rotation in."""
+
+    name = "GroupQueryAttention"
+
+    def refuses(self, context: Context, node: fx.Node) -> str | None:
+        """What onnxruntime's CPU kernel cannot take (measured with 1.32)."""
+        q, k, v, past_key = node.args[:4]
+        key_size, value_size = int(value(k).shape[-1]), int(value(v).shape[-1])
+        if past_key is None:
+            return "it reads another layer's cache"
+        if value(q).dtype != torch.float32:
+            return "the CPU provider runs it in fp32 only"
+        if key_size != value_size:
+            return f"keys have {key_size} elements, values {value_size}"
+        if key_size % 8:
+            return f"the head size {key_size} is no multiple of 8"
+        if not node.kwargs.get("causal", True):
+            return "it is not causal"
+        mask = node.args[5]
+        if not isinstance(mask, fx.Node) or mask.op != "placeholder":
+            return "its mask is no input"
+        node.meta["rotation"], why = rotation(context, node)
+        if why is not None:
+            node.meta["rotation_refused"] = why
+        return None
+
+    def sources(self, node: fx.Node) -> Iterable[fx.Node]:
+        """Queries, keys and values before rotation and reordering; the cache and the mask."""
+        projected = packed(node)
+        heads = [projected] if projected is not None else [flat_source(n) for n in self._heads(node)]
+        others = [node.args[3], node.args[4], node.args[5], *node.args[6:7]]
+        return [n for n in (*heads, *others) if isinstance(n, fx.Node)]
+
+    def _heads(self, node: fx.Node) -> list[fx.Node]:
+        """q, k and v, before the rotation where the op rotates."""
+        found = []
+        for argument in node.args[:3]:
+            assert isinstance(argument, fx.Node)
+            inside = node.meta["rotation"] is not None and argument.target is ROTARY
+            found.append(argument.args[0] if inside else argument)
+        return found  # type: ignore[return-value]
+
+    def emit(self, b: Builder, node: fx.Node) -> list[Any]:
+        """One node, and for the whole graph the lengths that it reads."""
+        past_key, past_value, mask = node.args[3:6]
+        sinks = node.args[6] if len(node.args) > 6 else None
+        q, k = node.args[0], node.args[1]
+        assert isinstance(mask, fx.Node)
+        tables = node.meta["rotation"]
+        projected = packed(node)
+        if projected is not None:
+            heads = [b.get(projected), None, None]
+        else:
+            heads = [flatten_heads(b, n) for n in self._heads(node)]
+        columns = b.size(columns_source(node, projected), 1)
+        window = node.kwargs.get("window")
+        out, key, held = b.microsoft(
+            "GroupQueryAttention",
+            *heads,
+            b.get(past_key),
+            b.get(past_value),
+            key_lengths(b, mask),
+            total_length(b, mask),
+            *(rotation_tables(b, tables) if tables else (None, None)),
+            None,  # position_ids
+            None,  # attention_bias
+            None if sinks is None else b.get(sinks),
+            None,
+            None,
+            None,
+            None,
+            query_lengths_32(b, mask, columns),
+            outputs=3,
+            num_heads=int(value(q).shape[1]),
+            kv_num_heads=int(value(k).shape[1]),
+            scale=float(node.kwargs["scale"]),  # type: ignore[arg-type]
+            local_window_size=None if window is None else int(window),  # type: ignore[call-overload]
+            softcap=node.kwargs.get("softcap"),
+            do_rotary=int(tables is not None),
+            rotary_interleaved=int(tables is not None and tables.interleaved) or None,
+        )
+        annotate(node, 1, key)
+        annotate(node, 2, held)
+        return [unflatten_later(b, node, out), key, held]
+
+
+def annotate(node: fx.Node, place: int, made: ir.Value) -> None:
+    """Say type and shape of a present output."""
+    fake = value(node)[place]
+    made.type = ir.TensorType(DTYPES[fake.dtype])
+    made.shape = ir.Shape([None, int(fake.shape[1]), None, int(fake.shape[3])])
+
+
+def unflatten_later(b: Builder, node: fx.Node, out: ir.Value) -> ir.Value:
+    """(B, S, H * D) as the (B, S, H, D) that the dialect speaks of; a reshape back is free."""
+    readers = [u for u in node.users if u.target is operator.getitem and u.args[1] == 0]
+    fake = value(node)[0]
+    for reader in readers:
+        b.flat[reader] = out
+    direct = all(
+        user.target is aten.reshape.default and value(user).dim() == 3
+        for reader in readers
+        for user in reader.users
+    )
+    if direct:
+        return out
+    sizes = b.const([0, 0, int(fake.shape[2]), int(fake.shape[3])])
+    return b.op("Reshape", out, sizes)  # type: ignore[no-any-return]
+
+
+def key_lengths(b: Builder, mask: fx.Node) -> ir.Value:
+    """Real tokens of each row, past and new, minus one: int32 [B]."""
+
+    def make() -> ir.Value:
+        total = b.op("ReduceSum", b.get(mask), b.const([1]), keepdims=0)
+        return b.op("Cast", b.op("Sub", total, b.const([1])), to=ir.DataType.INT32)  # type: ignore[no-any-return]
+
+    return b.once("seqlens_k", make)  # type: ignore[no-any-return]
+
+
+def total_length(b: Builder, mask: fx.Node) -> ir.Value:
+    """Columns of the mask: int32, no dimensions."""
+
+    def make() -> ir.Value:
+        scalar = b.op("Squeeze", b.size(mask, 1), b.const([0]))
+        return b.op("Cast", scalar, to=ir.DataType.INT32)  # type: ignore[no-any-return]
+
+    return b.once("total_sequence_length", make)  # type: ignore[no-any-return]
+
+
+def query_lengths_32(b: Builder, mask: fx.Node, columns: ir.Value) -> ir.Value:
+    """Real new tokens of each row: int32 [B]."""
+
+    def make() -> ir.Value:
+        return b.op("Cast", query_lengths(b, mask, columns), to=ir.DataType.INT32)  # type: ignore[no-any-return]
+
+    return b.once("query_seqlens", make)  # type: ignore[no-any-return]
+
+
+def head_source(node: fx.Node) -> tuple[fx.Node, bool]:
+    """Where (B, H, S, D) heads come from: a (B, S, H * D) node, or else (B, S, H, D) or itself."""
+    if node.target is aten.transpose.int and set(node.args[1:]) == {1, 2}:
+        inner = node.args[0]
+        assert isinstance(inner, fx.Node)
+        if inner.target is aten.reshape.default:
+            flat = inner.args[0]
+            assert isinstance(flat, fx.Node)
+            width = value(inner).shape[-1] * value(inner).shape[-2]
+            if value(flat).dim() == 3 and value(flat).shape[-1] == width:
+                return flat, True
+        return inner, False
+    return node, False
+
+
+def flat_source(node: fx.Node) -> fx.Node:
+    """The node that `flatten_heads` reads."""
+    return head_source(node)[0]
+
+
+def flatten_heads(b: Builder, node: fx.Node) -> ir.Value:
+    """Heads (B, H, S, D) as (B, S, H * D)."""
+    source, flat = head_source(node)
+    if flat:
+        return b.get(source)
+    width = int(value(node).shape[1] * value(node).shape[3])
+    made = b.get(source)
+    if source is node:
+        made = b.op("Transpose", made, perm=[0, 2, 1, 3])
+    return b.op("Reshape", made, b.const([0, 0, width]))  # type: ignore[no-any-return]
+
+
+def packed(node: fx.Node) -> fx.Node | None:
+    """The one projection whose three pieces q, k and v are, in order and whole."""
+    pieces = []
+    for argument in node.args[:3]:
+        assert isinstance(argument, fx.Node)
+        if argument.target is ROTARY:
+            if node.meta.get("rotation") is None:
+                return None
+            argument = argument.args[0]  # type: ignore[assignment]
+        source, flat = head_source(argument)
+        if not flat or source.target is not operator.getitem:
+            return None
+        pieces.append(source)
+    splits = {piece.args[0] for piece in pieces}
+    split = next(iter(splits))
+    if len(splits) != 1 or not isinstance(split, fx.Node):
+        return None
+    if split.target is not aten.split_with_sizes.default or len(split.args[1]) != 3:  # type: ignore[arg-type]
+        return None
+    if [piece.args[1] for piece in pieces] != [0, 1, 2]:
+        return None
+    return split.args[0]  # type: ignore[return-value]
+
+
+def columns_source(node: fx.Node, projected: fx.Node | None) -> fx.Node:
+    """A node of which dimension 1 counts the new columns, and that is written for sure."""
+    if projected is not None:
+        return projected
+    argument = node.args[0]
+    assert isinstance(argument, fx.Node)
+    if node.meta["rotation"] is not None and argument.target is ROTARY:
+        argument = argument.args[0]  # type: ignore[assignment]
+    source, flat = head_source(argument)
+    if flat or source is not argument:
+        return source
+    raise AssertionError("queries have their heads before their tokens from the start")
+
+
+# Rotation inside the attention ---------------------------------------------------------------
+
+
+class Tables:
+    """cos and sin for every position, as the model computes them."""
+
+    def __init__(self, cos: Tensor, sin: Tensor, interleaved: bool, key: Any) -> None:
+        self.cos, self.sin, self.interleaved, self.key = cos, sin, interleaved, key
+
+
+def rotation_tables(b: Builder, tables: Tables) -> tuple[ir.Value, ir.Value]:
+    """The tables as initializers, one pair for all layers that share them."""
+    from qopt.weights import LazyWeight
+
+    made = []
+    for name, table in (("cos_cache", tables.cos), ("sin_cache", tables.sin)):
+
+        def make(name: str = name, table: Tensor = table) -> ir.Value:
+            count = sum(1 for key in b.once_values if isinstance(key, tuple) and key[0] == name)
+            return b.weight(f"{name}_{count}" if count else name, LazyWeight.memory(table))
+
+        made.append(b.once((name, tables.key), make))
+    return made[0], made[1]
+
+
+def rotation(context: Context, node: fx.Node) -> tuple[Tables | None, str | None]:
+    """The tables for a rotation inside the op, or why it stays outside."""
+    q, k = node.args[:2]
+    assert isinstance(q, fx.Node)
+    assert isinstance(k, fx.Node)
+    if q.target is not ROTARY and k.target is not ROTARY:
+        return None, None
+    if q.target is not ROTARY or k.target is not ROTARY or q.args[1:] != k.args[1:]:
+        return None, "queries and keys are not rotated by the same angles"
+    size, half_width = int(value(q).shape[-1]), int(value(q.args[1]).shape[-1])
+    if size % 16:
+        return None, f"with rotation the head size must be a multiple of 16, not {size}"
+    if half_width % 8:
+        return None, f"the angles' width {half_width} is no multiple of 8"
+    key = q.args[1:3]
+    if key not in context.cache:
+        context.cache[key] = position_tables(context.graph, *key)
+    tables = context.cache[key]
+    if isinstance(tables, str):
+        return None, tables
+    interleaved = bool(q.args[3]) if len(q.args) > 3 else False
+    return Tables(*tables, interleaved, key), None
+
+
+def position_tables(graph: Graph, cos: Any, sin: Any) -> tuple[Tensor, Tensor] | str:
+    """cos and sin of positions 0 to the context's end, or why they are no function of a position.
+
+    The graph's own nodes compute them, so every rope type comes out as the model has it. What looks
+    at other positions too (a switch by length) differs between one position and many.
+    """
+    length = graph.info.context_length
+    if length is None:
+        return "the context length is unknown"
+    nodes = upstream([cos, sin])
+    inputs = [n for n in nodes if n.op == "placeholder"]
+    if [n.name for n in inputs] != ["position_ids"]:
+        return "the angles are no function of the positions alone"
+    if any(value(n).shape[0] == 1 for n in (cos, sin) if isinstance(n, fx.Node)):
+        return "the angles are the same for every row"
+
+    def tables(positions: Tensor) -> list[Tensor]:
+        env: dict[fx.Node, Any] = {inputs[0]: positions[None]}
+        for n in nodes:
+            if n.op == "get_attr":
+                env[n] = graph.weights[str(n.target)].evaluate()
+            elif n.op == "call_function":
+                args, kwargs = fx.map_arg((n.args, n.kwargs), env.__getitem__)
+                env[n] = n.target(*args, **kwargs)  # type: ignore[operator]
+        return [env[cos][0], env[sin][0]]
+
+    whole = tables(torch.arange(length))
+    for position in {0, 1, length // 2, length - 1}:
+        alone = tables(torch.tensor([position]))
+        if not all(torch.equal(w[position], a[0]) for w, a in zip(whole, alone, strict=True)):
+            return "the angles of a position depend on the others"
+    return whole[0].clone(), whole[1].clone()
+
+
+def upstream(nodes: list[fx.Node]) -> list[fx.Node]:
+    """Everything that `nodes` are computed from, in order, themselves included."""
+    found: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return [node for node in nodes[0].graph.nodes if node in found]
+
+
+@implements("cached_attention", "onnx")
+class StandardAttention(Plain):
+    """`Attention` of opset 23, with a mask by positions that layers share."""
+
+    name = "Attention"
+
+    def refuses(self, context: Context, node: fx.Node) -> str | None:
+        """Learned sinks and shared caches are not in it."""
+        if context.opset < 23:
+            return f"it needs opset 23, the limit is {context.opset}"
+        if len(node.args) > 6 and node.args[6] is not None:
+            return "it has no sink logits"
+        if node.args[3] is None:
+            return "it reads another layer's cache"
+        return None
+
+    def emit(self, b: Builder, node: fx.Node) -> list[Any]:
+        """One node; past and present are joined inside it."""
+        q, k, v, past_key, past_value, mask = node.args[:6]
+        assert isinstance(q, fx.Node)
+        assert isinstance(mask, fx.Node)
+        b.needs(23)
+        window = node.kwargs.get("window")
+        seen = visible_mask(b, mask, q, window)  # type: ignore[arg-type]
+        softcap = node.kwargs.get("softcap")
+        out, key, held = b.op(
+            "Attention",
+            b.get(q),
+            b.get(k),
+            b.get(v),
+            seen,
+            b.get(past_key),
+            b.get(past_value),
+            outputs=3,
+            scale=float(node.kwargs["scale"]),  # type: ignore[arg-type]
+            softcap=None if softcap is None else float(softcap),  # type: ignore[arg-type]
+        )
+        annotate(node, 1, key)
+        annotate(node, 2, held)
+        return [b.op("Transpose", out, perm=[0, 2, 1, 3]), key, held]
+
+
+def visible_mask(b: Builder, mask: fx.Node, q: fx.Node, window: int | None) -> ir.Value:
+    """Which of T keys each new column sees: bool (B, 1, S, T), once for each window."""
+
+    def make() -> ir.Value:
+        total, new = b.size(mask, 1), b.size(q, 2)
+        zero = b.const([0])
+        slots = b.op("Range", b.const(0), b.op("Squeeze", total, zero), b.const(1))
+        first = b.op("Sub", total, new)
+        own = b.op("Slice", slots, first, b.const([1 << 62]))
+        causal = b.op("LessOrEqual", slots, b.op("Unsqueeze", own, b.const([1])))
+        real = b.op("Cast", b.get(mask), to=ir.DataType.BOOL)
+        keep = b.op("And", b.op("Unsqueeze", real, b.const([1, 2])), causal)
+        if window is None:
+            return keep  # type: ignore[no-any-return]
+        position = b.op("CumSum", b.get(mask), b.const(1))
+        mine = b.op("Slice", position, first, b.const([1 << 62]), b.const([1]))
+        distance = b.op(
+            "Sub", b.op("Unsqueeze", mine, b.const([2])), b.op("Unsqueeze", position, b.const([1]))
+        )
+        near = b.op("Less", distance, b.const(int(window)))
+        return b.op("And", keep, b.op("Unsqueeze", near, b.const([1])))  # type: ignore[no-any-return]
+
+    return b.once(("visible", window), make)  # type: ignore[no-any-return]
+
+
+# Experts -------------------------------------------------------------------------------------
+
+
+@implements("experts", "onnx", "onnx-cpu")
+class ExpertLoop(Plain):
+    """Each expert on the tokens that chose it."""
+
+    name = "a loop over the experts"
+
+    def refuses(self, context: Context, node: fx.Node) -> str | None:
+        """Weights must be stored, to be cut lazily."""
+        for place in (3, 5):
+            if context.graph.weight(node.args[place]) is None:
+                return "its matrices are computed"
+        return None
+
+    def sources(self, node: fx.Node) -> Iterable[fx.Node]:
+        """Tokens and choices; the matrices are cut from the stored weights."""
+        return [n for n in node.args[:3] if isinstance(n, fx.Node)]
+
+    def emit(self, b: Builder, node: fx.Node) -> ir.Value:
+        """For each expert: gather its tokens, two products, scatter the sum."""
+        x, ids, weights = node.args[:3]
+        assert isinstance(x, fx.Node)
+        dtype = value(x).dtype
+        tokens, chosen, share = b.get(x), b.get(ids), b.get(weights, dtype)
+        stored = [None if n is None else b.graph.weights[str(n.target)] for n in node.args[3:7]]  # type: ignore[union-attr]
+        names = [None if n is None else str(n.target) for n in node.args[3:7]]  # type: ignore[union-attr]
+        assert stored[0] is not None
+        out = b.op("Mul", tokens, b.const(0.0, dtype))
+        for expert in range(stored[0].shape[0]):
+            mine = b.op("Equal", chosen, b.const(expert))
+            picked = b.op("Where", mine, share, b.const(0.0, dtype))
+            weight = b.op("ReduceSum", picked, b.const([1]), keepdims=1)
+            hit = b.op("ReduceMax", b.op("Cast", mine, to=ir.DataType.INT64), b.const([1]), keepdims=0)
+            rows_of = b.op("Transpose", b.op("NonZero", hit), perm=[1, 0])
+            flat = b.op("Squeeze", rows_of, b.const([1]))
+            inner = b.op("Gather", tokens, flat, axis=0)
+            inner = expert_linear(b, inner, stored[0], stored[1], names[0], names[1], node, expert)
+            inner = expert_gate(b, inner, node, dtype)
+            inner = expert_linear(b, inner, stored[2], stored[3], names[2], names[3], node, expert)
+            inner = b.op("Mul", inner, b.op("Gather", weight, flat, axis=0))
+            out = b.op("ScatterND", out, rows_of, inner, reduction="add")
+        return out  # type: ignore[no-any-return]
+
+
+def expert_linear(
+    b: Builder,
+    x: ir.Value,
+    matrix: Any,
+    bias: Any,
+    matrix_name: str | None,
+    bias_name: str | None,
+    node: fx.Node,
+    expert: int,
+) -> ir.Value:
+    """One expert's product, its matrix cut from the stack."""
+    shape = matrix.shape[1:]
+    own = matrix.slice(0, expert, expert + 1).reshape(*shape)
+    if not node.kwargs.get("transposed", False):
+        own = own.transpose()
+    out = b.op("MatMul", x, b.weight(f"{matrix_name}.{expert}", own))
+    if bias is None:
+        return out  # type: ignore[no-any-return]
+    cut = bias.slice(0, expert, expert + 1).reshape(*bias.shape[1:])
+    return b.op("Add", out, b.weight(f"{bias_name}.{expert}", cut))  # type: ignore[no-any-return]
+
+
+def expert_gate(b: Builder, inner: ir.Value, node: fx.Node, dtype: torch.dtype) -> ir.Value:
+    """What stands between an expert's two matrices."""
+    options = node.kwargs
+    name, layout = str(options["activation"]), options.get("layout", "concatenated")
+    if layout == "single":
+        return activation(b, name, inner)
+    if layout == "interleaved":
+        end, axis = b.const([1 << 62]), b.const([1])
+        gate = b.op("Slice", inner, b.const([0]), end, axis, b.const([2]))
+        up = b.op("Slice", inner, b.const([1]), end, axis, b.const([2]))
+    else:
+        gate, up = b.op("Split", inner, outputs=2, axis=1, num_outputs=2)
+    limit = options.get("limit")
+    if limit is not None:
+        bound = b.const(float(limit), dtype)  # type: ignore[arg-type]
+        gate = b.op("Min", gate, bound)
+        up = b.op("Max", b.op("Min", up, bound), b.const(-float(limit), dtype))  # type: ignore[arg-type]
+    if name == "swish":
+        scaled = b.op("Mul", gate, b.const(float(options.get("alpha", 1.0)), dtype))  # type: ignore[arg-type]
+        acted = b.op("Mul", gate, b.op("Sigmoid", scaled))
+    else:
+        acted = activation(b, name, gate)
+    offset = float(options.get("up_offset", 0.0))  # type: ignore[arg-type]
+    if offset:
+        up = b.op("Add", up, b.const(offset, dtype))
+    return b.op("Mul", acted, up)  # type: ignore[no-any-return]
+
+

@@ -1,0 +1,106 @@
+"""What each target can run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from qopt.errors import UnsupportedError, UsageError
+
+
+@dataclass(frozen=True)
+class Target:
+    """A runtime to compile for: its operator domains, opsets and element types."""
+
+    name: str
+    runs_on: str
+    hot_ops: str
+    contrib: bool  # whether `com.microsoft` ops may be used
+    opset: int  # the oldest that is written
+    newest_opset: int
+    dtypes: tuple[torch.dtype, ...]
+    runtime: str  # the oldest runtime that loads what is written
+
+
+TARGETS = {
+    "onnx": Target(
+        "onnx",
+        "any ONNX runtime",
+        "standard ops only",
+        False,
+        21,
+        25,
+        (torch.float32, torch.float16),
+        "onnxruntime>=1.32",
+    ),
+    "onnx-cpu": Target(
+        "onnx-cpu",
+        "onnxruntime, onnxruntime-genai",
+        "com.microsoft ops where faster",
+        True,
+        21,
+        25,
+        (torch.float32, torch.float16),
+        "onnxruntime>=1.32",
+    ),
+}
+LATER = ("onnx-cuda", "onnx-cuda-triton", "torchscript-cpu", "torchscript-cuda")
+
+DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def find_target(name: str) -> Target:
+    """Look a target up; one of later work or an unknown one is refused with the list."""
+    if name in TARGETS:
+        return TARGETS[name]
+    there = ", ".join(TARGETS)
+    if name in LATER:
+        raise UnsupportedError(
+            f"target {name} is not there yet", todo=f"use one of: {there}"
+        )
+    raise UsageError(f"no target is named {name}", todo=f"use one of: {there}")
+
+
+def choose_dtype(target: Target, wanted: str, stored: torch.dtype) -> tuple[torch.dtype, str | None]:
+    """The element type to compile in, and what to tell the user where it is not the stored one."""
+    if wanted != "auto":
+        dtype = DTYPES.get(wanted)
+        if dtype is None:
+            raise UsageError(f"no dtype is named {wanted}", todo="use auto, fp32 or fp16")
+        if dtype not in target.dtypes:
+            able = " or ".join(short_name(d) for d in target.dtypes)
+            raise UnsupportedError(
+                f"target {target.name} cannot run {short_name(dtype)}",
+                why="its CPU provider has no kernels for it",
+                todo=f"use --dtype {able}",
+            )
+        return dtype, None
+    if stored in target.dtypes:
+        return stored, None
+    note = f"the checkpoint is {short_name(stored)}, which {target.name} cannot run: it becomes fp32"
+    return torch.float32, note
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """`fp32`, `fp16`, `bf16`."""
+    return next((k for k, v in DTYPES.items() if v == dtype), str(dtype).removeprefix("torch."))
+
+
+def choose_opset(target: Target, wanted: int | str) -> int | None:
+    """The opset that was asked for, or None where the ops decide."""
+    if wanted == "auto":
+        return None
+    if not target.opset <= int(wanted) <= target.newest_opset:
+        raise UsageError(
+            f"target {target.name} has no opset {wanted}",
+            todo=f"use auto, or {target.opset} to {target.newest_opset}",
+        )
+    return int(wanted)
