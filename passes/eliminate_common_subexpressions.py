@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from qopt.canonical import effect, is_view, mutated
+from qopt.canonical import effect, written
 from qopt.graph import Graph
 from qopt.rewrite import Pass
 
@@ -44,8 +44,9 @@ class EliminateCommonSubexpressions(Pass):
         """Walk in order; returns the number of calls replaced."""
         seen: dict[Any, fx.Node] = {}
         count = 0
+        touched = written(graph)
         for node in graph.nodes:
-            key = self._key(node)
+            key = self._key(node, touched)
             if key is None:
                 continue
             first = seen.setdefault(key, node)
@@ -54,14 +55,12 @@ class EliminateCommonSubexpressions(Pass):
                 count += 1
         return count
 
-    def _key(self, node: fx.Node) -> Any:
-        if node.op == "get_attr":
+    def _key(self, node: fx.Node, touched: set[fx.Node]) -> Any:
+        if node.op == "get_attr" and node not in touched:
             return node.op, node.target
         if node.op != "call_function" or node.target in FRESH or effect(node):
             return None
-        if mutated(node) or any(mutated(source) for source in node.all_input_nodes):
-            return None
-        if is_view(node) and node.users and any(effect(user) for user in node.users):
+        if node in touched or not touched.isdisjoint(node.all_input_nodes):
             return None
         return node.target, _frozen(node.args), _frozen(node.kwargs)
 

@@ -60,7 +60,11 @@ class FoldNormWeight(Pass):
         stored = graph.weight(user.args[1])
         if stored is None or len(user.args[1].users) > 1:  # type: ignore[union-attr]
             return False
-        return stored.dtype.is_floating_point and plain(stored) and not self._shared(graph, user, stored)
+        return (
+            stored.dtype.is_floating_point
+            and plain(stored)
+            and not self._shared(graph, user, stored)
+        )
 
     def _shared(self, graph: Graph, user: fx.Node, stored: LazyWeight) -> bool:
         """Whether another name holds the same source, as a tied embedding does."""

@@ -13,12 +13,14 @@ aten = torch.ops.aten
 
 
 def divided_by_root(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Division by the standard deviation."""
     centred = x - x.mean(-1, keepdim=True)
     variance = centred.pow(2).mean(-1, keepdim=True)
     return weight * (centred / torch.sqrt(variance + eps)) + bias
 
 
 def times_reciprocal_root(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Product with its reciprocal."""
     centred = x - x.mean(-1, keepdim=True)
     variance = centred.pow(2).mean(-1, keepdim=True)
     return weight * (centred * torch.rsqrt(variance + eps)) + bias

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, fx
 
@@ -14,31 +16,38 @@ aten = torch.ops.aten
 
 
 def norm(x: Tensor, eps: float) -> Tensor:
+    """The normalised row in fp32, before weight and rounding."""
     h = x.float()
     return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
 
 
 def weight_after_cast(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Llama: round, then multiply."""
     return weight * norm(x, eps).to(x.dtype)
 
 
 def weight_before_cast(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Gemma: multiply by the widened weight, then round."""
     return (norm(x, eps) * weight.float()).to(x.dtype)
 
 
 def weight_promoted(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The same, the weight widened by the product itself."""
     return (weight * norm(x, eps)).to(x.dtype)
 
 
 def weight_in_fp32(x: Tensor, wide: Tensor, eps: float) -> Tensor:
+    """The same, the weight stored in fp32."""
     return (norm(x, eps) * wide).to(x.dtype)
 
 
 def no_weight(x: Tensor, eps: float) -> Tensor:
+    """Rounded, without a weight."""
     return norm(x, eps).to(x.dtype)
 
 
 def divided(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Division by the root, rounded before the weight."""
     h = x.float()
     h = h / torch.sqrt(h.pow(2).mean(-1, keepdim=True) + eps)
     return weight * h.to(x.dtype)
@@ -113,8 +122,9 @@ class FuseRMSNorm(RewritePass):
 
 def rename(graph: Graph, node: fx.Node) -> int:
     """Write `aten.rms_norm` over the last dimension as `qopt::rms_norm`."""
-    x, shape = node.args[:2]
-    if len(shape) != 1:  # type: ignore[arg-type]
+    arguments: Any = node.args
+    x, shape = arguments[:2]
+    if len(shape) != 1:
         return 0
     eps = argument(node, 3, "eps")
     if eps is None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 
-from qopt.canonical import value
+from qopt.canonical import as_node, value
 from qopt.graph import Graph, describe
 from qopt.ops import OPS
 from qopt.rewrite import Pass
@@ -17,6 +18,7 @@ aten = torch.ops.aten
 ROTARY = OPS["rotary"].target
 POINTWISE = {aten.cos.default, aten.sin.default, aten.to.dtype, aten.neg.default}
 HALVES, PAIRS = "halves", "pairs"
+Piece = tuple[int, int, int]  # start, stop, step
 
 
 class FuseRotaryEmbedding(Pass):
@@ -58,7 +60,9 @@ class FuseRotaryEmbedding(Pass):
         """Candidates are products by a cosine that are left."""
         left = []
         for node in graph.find(aten.neg.default):
-            users = [user for user in node.users if user.target in (aten.cat.default, aten.stack.default)]
+            users = [
+                user for user in node.users if user.target in (aten.cat.default, aten.stack.default)
+            ]
             if users:
                 left.append(f"{describe(node)}: joined, but not recognised as a rotation")
         return left
@@ -67,7 +71,8 @@ class FuseRotaryEmbedding(Pass):
         """`x * cos + turned * sin`."""
         if node.target is not aten.add.Tensor or node.kwargs:
             return None
-        for plain, crossed in (node.args, node.args[::-1]):
+        terms: Any = node.args
+        for plain, crossed in (terms, terms[::-1]):
             for (x, cos), (turned, sin) in product_pairs(plain, crossed):
                 form = turned_form(turned, x)
                 if form is not None:
@@ -76,14 +81,19 @@ class FuseRotaryEmbedding(Pass):
 
     def _join(self, graph: Graph, node: fx.Node) -> fx.Node | None:
         """`cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin])`, tables at half width already."""
-        if node.target is not aten.cat.default or len(node.args[0]) != 2:  # type: ignore[arg-type]
+        if node.target is not aten.cat.default:
             return None
-        first, second = node.args[0]  # type: ignore[misc]
-        found = half_width(first, second)
-        if found is None or node.args[1] != value(node).dim() - 1:
+        parts, dim = joined(node)
+        if len(parts) != 2 or dim != value(node).dim() - 1:
             return None
-        x, cos, sin = found
-        return place(graph, node, x, cos, sin, False)
+        found = half_width(*parts)
+        return None if found is None else place(graph, node, *found, False)
+
+
+def joined(node: fx.Node) -> tuple[list[Any], int]:
+    """What a `cat` or `stack` joins, and along which dimension, counted from the front."""
+    args: Any = node.args
+    return list(args[0]), (args[1] if len(args) > 1 else 0) % value(node).dim()
 
 
 def product_pairs(plain: Any, crossed: Any) -> Iterator[tuple[tuple[Any, Any], tuple[Any, Any]]]:
@@ -99,56 +109,77 @@ def product_pairs(plain: Any, crossed: Any) -> Iterator[tuple[tuple[Any, Any], t
 def turned_form(turned: fx.Node, x: fx.Node) -> str | None:
     """How `turned` is made of x: by halves, or by neighbours."""
     size = value(x).shape[-1]
-    if turned.target is aten.cat.default and len(turned.args[0]) == 2:  # type: ignore[arg-type]
-        minus, plus = turned.args[0]  # type: ignore[misc]
-        if minus.target is aten.neg.default and size % 2 == 0:
-            if piece(minus.args[0], x) == (size // 2, size, 1) and piece(plus, x) == (0, size // 2, 1):
-                return HALVES
-    if turned.target is aten.reshape.default and turned.args[0].target is aten.stack.default:  # type: ignore[union-attr]
-        stacked = turned.args[0]
-        parts, dim = stacked.args[0], stacked.args[1] if len(stacked.args) > 1 else 0  # type: ignore[union-attr]
-        if len(parts) == 2 and dim in (-1, value(x).dim()):  # type: ignore[arg-type]
-            minus, plus = parts  # type: ignore[misc]
-            odd, even = (1, size, 2), (0, size, 2)
-            if minus.target is aten.neg.default and piece(minus.args[0], x) == odd:
-                if piece(plus, x) == even:
-                    return PAIRS
+    halves, pairs = turned, stacked(turned)
+    if halves.target is aten.cat.default and size % 2 == 0:
+        first, second = (0, size // 2, 1), (size // 2, size, 1)
+        return HALVES if minus_then_plus(halves, x, second, first) else None
+    if pairs is not None:
+        even, odd = (0, size, 2), (1, size, 2)
+        return PAIRS if minus_then_plus(pairs, x, odd, even) else None
     return None
 
 
-def piece(node: Any, x: fx.Node) -> tuple[int, int, int] | None:
-    """(start, stop, step) where `node` is that part of x's last dimension."""
-    if not isinstance(node, fx.Node):
+def minus_then_plus(node: fx.Node, x: fx.Node, minus: Piece, plus: Piece) -> bool:
+    """Whether a join along the last dimension holds -x[minus] and x[plus]."""
+    parts, dim = joined(node)
+    if len(parts) != 2 or dim != value(node).dim() - 1:
+        return False
+    negative, positive = parts
+    if negative.target is not aten.neg.default:
+        return False
+    return piece(negative.args[0], x) == minus and piece(positive, x) == plus
+
+
+def stacked(node: Any) -> fx.Node | None:
+    """The `stack` of two along a new last dimension that `node` flattens, or None."""
+    if not isinstance(node, fx.Node) or node.target is not aten.reshape.default:
         return None
-    size = value(x).shape[-1]
-    if node.target is aten.slice.Tensor and node.args[0] is x:
-        dim, start, stop, step = (*node.args[1:], *(0, 0, 1 << 62, 1)[len(node.args) - 1 :])
-        if dim != value(x).dim() - 1:
+    inner = node.args[0]
+    if not isinstance(inner, fx.Node) or inner.target is not aten.stack.default:
+        return None
+    parts, dim = joined(inner)
+    flat, deep = value(node), value(inner)
+    fits = len(parts) == 2 and dim == deep.dim() - 1 == flat.dim()
+    return inner if fits and flat.shape[-1] == 2 * deep.shape[-2] else None
+
+
+def piece(node: Any, x: fx.Node) -> Piece | None:
+    """(start, stop, step) where `node` is that part of x's last dimension."""
+    if not isinstance(node, fx.Node) or not node.args:
+        return None
+    args: Any = node.args
+    size, last = value(x).shape[-1], value(x).dim() - 1
+    if node.target is aten.slice.Tensor and args[0] is x:
+        given = [*args[1:], *[0, 0, None, 1][len(args) - 1 :]]
+        dim, start, stop, step = given
+        if dim != last or isinstance(start, fx.Node) or isinstance(stop, fx.Node):
             return None
-        return start or 0, min(stop, size), step  # type: ignore[type-var]
-    source = node.args[0] if node.args else None
-    if isinstance(source, fx.Node) and source.target is aten.split_with_sizes.default:
-        if source.args[0] is x and source.args[2] == value(x).dim() - 1:
-            sizes, index = source.args[1], node.args[1]
-            start = sum(sizes[:index])  # type: ignore[index, arg-type]
-            return start, start + sizes[index], 1  # type: ignore[index]
+        start, stop, step = slice(start, stop, step).indices(size)
+        return start, stop, step
+    if node.target is operator.getitem and args[0].target is aten.split_with_sizes.default:
+        source, sizes, dim = args[0].args
+        if source is x and dim == last:
+            start = sum(sizes[: args[1]])
+            return start, start + sizes[args[1]], 1
     return None
 
 
-def half_width(first: fx.Node, second: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+def half_width(first: Any, second: Any) -> tuple[fx.Node, fx.Node, fx.Node] | None:
     """x, cos and sin of `x1 * cos - x2 * sin` and `x2 * cos + x1 * sin`."""
     if first.target is not aten.sub.Tensor or second.target is not aten.add.Tensor:
         return None
     if first.kwargs or second.kwargs:
         return None
-    for (x1, cos), (x2, sin) in product_pairs(*first.args):
-        for left, right in (second.args, second.args[::-1]):
+    difference: Any = first.args
+    terms: Any = second.args
+    for (x1, cos), (x2, sin) in product_pairs(*difference):
+        for left, right in (terms, terms[::-1]):
             for (y2, cos2), (y1, sin2) in product_pairs(left, right):
                 if (y1, y2, cos2, sin2) == (x1, x2, cos, sin):
-                    x = x1.args[0]
-                    if isinstance(x, fx.Node) and x.target is aten.split_with_sizes.default:
-                        x = x.args[0]
-                    size = value(x).shape[-1]
+                    x = source_of(x1)
+                    size = 0 if x is None else value(x).shape[-1]
+                    if x is None or size % 2:
+                        continue
                     if piece(x1, x) == (0, size // 2, 1) and piece(x2, x) == (size // 2, size, 1):
                         return x, cos, sin
     return None
@@ -170,50 +201,43 @@ def halve(graph: Graph, table: Any, form: str) -> fx.Node | None:
     if not isinstance(table, fx.Node):
         return None
     last = value(table).dim() - 1
+    args: Any = table.args
     if table.target is aten.cat.default and form == HALVES:
-        parts, dim = table.args[0], table.args[1]
-        same = len(parts) == 2 and parts[0] is parts[1]  # type: ignore[arg-type, index]
-        return parts[0] if same and dim == last else None  # type: ignore[index, return-value]
+        parts, dim = joined(table)
+        return parts[0] if len(parts) == 2 and parts[0] is parts[1] and dim == last else None
     if table.target is aten.repeat_interleave.self_int and form == PAIRS:
-        source, times, dim = (*table.args, None)[:3]
-        return source if times == 2 and dim in (-1, last) else None  # type: ignore[return-value]
-    if table.target is aten.reshape.default and form == PAIRS:
-        inner = table.args[0]
-        if isinstance(inner, fx.Node) and inner.target is aten.stack.default:
-            parts = inner.args[0]
-            dim = inner.args[1] if len(inner.args) > 1 else 0
-            if len(parts) == 2 and parts[0] is parts[1] and dim in (-1, last + 1):  # type: ignore[arg-type, index]
-                return parts[0]  # type: ignore[index, return-value]
-        return None
-    if table.target is aten.unsqueeze.default and table.args[1] != last:
-        source = halve(graph, table.args[0], form)
-        return source and graph.call(table.target, source, table.args[1])
-    if table.target in POINTWISE:
-        source = halve(graph, table.args[0], form)
-        return source and graph.call(table.target, source, *table.args[1:])
-    if table.target is aten.mul.Tensor and not isinstance(table.args[1], fx.Node):
-        source = halve(graph, table.args[0], form)
-        return source and graph.call(table.target, source, table.args[1])
+        source, times, dim = (*args, None)[:3]
+        return source if times == 2 and dim in (-1, last) else None
+    pairs = stacked(table)
+    if pairs is not None and form == PAIRS:
+        parts, _ = joined(pairs)
+        return parts[0] if parts[0] is parts[1] else None
+    if through(table, last):
+        source = halve(graph, args[0], form)
+        return source and graph.call(cast(Any, table.target), source, *args[1:])
     return None
+
+
+def through(table: fx.Node, last: int) -> bool:
+    """Whether a call treats every element of its first argument alike, columns staying columns."""
+    if table.target is aten.unsqueeze.default:
+        return bool(table.args[1] != last)
+    if table.target is aten.mul.Tensor:
+        return not isinstance(table.args[1], fx.Node)
+    return table.target in POINTWISE and not table.kwargs
 
 
 def place(
     graph: Graph, node: fx.Node, x: fx.Node, cos: fx.Node, sin: fx.Node, interleaved: bool
 ) -> fx.Node | None:
     """Insert the op; x may have its heads before or after its tokens."""
-    axis = None
-    tables = []
-    for table in (cos, sin):
-        if value(table).dim() != 4:
-            return None
-        found = table.args[1] if table.target is aten.unsqueeze.default else None
-        if found not in (1, 2) or axis not in (None, found):
-            return None
-        axis = found
-        tables.append(table.args[0])
-    if value(x).dim() != 4:
+    if {value(n).dim() for n in (x, cos, sin)} != {4}:
         return None
     with graph.before(node):
+        (axis, *_), (other, *_) = both = [without_heads(graph, table) for table in (cos, sin)]
+        if axis is None or axis != other:
+            return None
+        tables = [table for _, table in both]
         if axis == 1:
             new = graph.call(ROTARY, x, *tables, interleaved)
         else:
@@ -223,19 +247,33 @@ def place(
     return new if value(new).dtype == value(node).dtype else None
 
 
+def without_heads(graph: Graph, table: fx.Node) -> tuple[int | None, fx.Node]:
+    """A table that was broadcast over heads, before it was; and the axis of the heads."""
+    args: Any = table.args
+    if table.target is aten.unsqueeze.default and args[1] in (1, 2):
+        return args[1], args[0]
+    sliced = table.target is aten.slice.Tensor and args[1] == value(table).dim() - 1
+    if sliced or (table.target in POINTWISE and not table.kwargs):
+        axis, inner = without_heads(graph, args[0])
+        if axis is not None:
+            rest = (args[1] - 1, *args[2:]) if sliced else args[1:]
+            return axis, graph.call(cast(Any, table.target), inner, *rest)
+    return None, table
+
+
 def take_in_rest(graph: Graph, node: fx.Node) -> None:
     """`cat([rotary(x[..., :r]), x[..., r:]])` is a partial rotation of x."""
-    parts = node.args[0]
-    if len(parts) != 2 or node.args[1] != value(node).dim() - 1:  # type: ignore[arg-type]
+    parts, dim = joined(node)
+    if len(parts) != 2 or dim != value(node).dim() - 1:
         return
-    turned, rest = parts  # type: ignore[misc]
-    behind = turned.target is aten.transpose.int and set(turned.args[1:]) == {1, 2}
+    turned, rest = parts
+    behind = exchanged(turned)
     rotation = turned.args[0] if behind else turned
-    if not isinstance(rotation, fx.Node) or rotation.target is not ROTARY or len(rotation.users) > 1:
+    if rotation.target is not ROTARY or len(rotation.users) > 1:
         return
     part = rotation.args[0]
     if behind:
-        if not isinstance(part, fx.Node) or part.target is not aten.transpose.int:
+        if not exchanged(part):
             return
         part = part.args[0]
     x = source_of(part)
@@ -252,11 +290,16 @@ def take_in_rest(graph: Graph, node: fx.Node) -> None:
     graph.replace(node, new)
 
 
+def exchanged(node: Any) -> bool:
+    """Whether a node exchanges heads and tokens."""
+    return node.target is aten.transpose.int and set(node.args[1:]) == {1, 2}
+
+
 def source_of(node: Any) -> fx.Node | None:
     """What a slice or a piece of a split is taken from."""
     if not isinstance(node, fx.Node) or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source = node.args[0]
     if source.target is aten.split_with_sizes.default:
-        return source.args[0]  # type: ignore[return-value]
+        return as_node(source.args[0])
     return source if node.target is aten.slice.Tensor else None

@@ -13,14 +13,17 @@ from qopt.rewrite import Match, RewritePass
 
 
 def silu(gate: Tensor, up: Tensor) -> Tensor:
+    """SwiGLU."""
     return F.silu(gate) * up
 
 
 def gelu(gate: Tensor, up: Tensor) -> Tensor:
+    """GeGLU with the exact error function."""
     return F.gelu(gate) * up
 
 
 def gelu_tanh(gate: Tensor, up: Tensor) -> Tensor:
+    """GeGLU with the approximation by tanh."""
     return F.gelu(gate, approximate="tanh") * up
 
 

@@ -54,7 +54,9 @@ class LastTokenLogits(Pass):
             return 0
         head = self._head(graph)
         if head is None:
-            graph.notes.append("logits are no linear of the hidden states: all columns are computed")
+            graph.notes.append(
+                "logits are no linear of the hidden states: all columns are computed"
+            )
             return 0
         mask = next(n for n in graph.inputs if n.name == "attention_mask")
         with graph.before(next(n for n in graph.nodes if n.op == "call_function")):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -9,6 +11,12 @@ from qopt.canonical import value
 from qopt.graph import ATTENTION, CACHED_ATTENTION, Graph
 from qopt.info import LayerInfo
 from qopt.rewrite import Pass, getitem
+
+
+def layer_of(attention: fx.Node) -> int:
+    """The layer whose cache an attention reads."""
+    layer: Any = attention.kwargs["layer"]
+    return int(layer)
 
 
 class MaterializeKVCache(Pass):
@@ -42,12 +50,12 @@ class MaterializeKVCache(Pass):
         attentions = graph.find(ATTENTION)
         if not attentions:
             return 0
-        layers = sorted({int(n.kwargs["layer"]) for n in attentions})  # type: ignore[call-overload]
+        layers = sorted({layer_of(n) for n in attentions})
         place = {layer: i for i, layer in enumerate(layers)}
         presents: dict[int, tuple[fx.Node, fx.Node]] = {}
         first = next(n for n in graph.nodes if n.op == "call_function")
         for node in attentions:
-            index = place[int(node.kwargs["layer"])]  # type: ignore[call-overload]
+            index = place[layer_of(node)]
             options = {k: v for k, v in node.kwargs.items() if k != "layer"}
             q, k, v, mask, *rest = node.args
             if index in presents:

@@ -73,7 +73,9 @@ def merge_linears(graph: Graph, linears: Sequence[fx.Node], suffix: str) -> int:
         return 0
     weights = [graph.weight(n.args[1]) for n in linears]
     biases = [n.args[2] if len(n.args) > 2 else None for n in linears]
-    if any(n.args[0] is not first.args[0] or w is None for n, w in zip(linears, weights, strict=True)):
+    if any(
+        n.args[0] is not first.args[0] or w is None for n, w in zip(linears, weights, strict=True)
+    ):
         return 0
     if any(len(n.args[1].users) > 1 for n in linears):  # type: ignore[union-attr]
         return 0

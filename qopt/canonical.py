@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
+from operator import is_not
 from typing import Any
 
 import torch
@@ -34,8 +36,9 @@ def rule(*targets: Any) -> Callable[[Rule], Rule]:
 def canonicalize(graph: Graph) -> int:
     """Apply every rule at every node, in order, until none applies; returns how often one did."""
     count = 0
+    touched = written(graph)
     for node in graph.nodes:
-        while not node._erased and node.op == "call_function":
+        while not node._erased and node.op == "call_function" and not near(node, touched):
             new = apply_rules(graph, node)
             if new is None:
                 break
@@ -65,6 +68,69 @@ def effect(node: fx.Node) -> bool:
     return node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags
 
 
+def owners(graph: Graph) -> dict[fx.Node, fx.Node]:
+    """For each node, the node that made the memory which it reads: itself, unless it is a view."""
+    found: dict[fx.Node, fx.Node] = {}
+    for node in graph.fx.nodes:
+        base = aliased(node)
+        found[node] = node if base is None else found[base]
+    return found
+
+
+def aliased(node: fx.Node) -> fx.Node | None:
+    """The argument whose memory a call's result shares, or None."""
+    if node.target is operator.getitem:
+        return as_node(node.args[0])
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    schema = node.target._schema
+    if all(result.alias_info is None for result in schema.returns):
+        return None
+    shared = (given for a, given in arguments(node) if a.alias_info is not None)
+    return next((given for given in shared if isinstance(given, fx.Node)), None)
+
+
+def arguments(node: fx.Node) -> list[tuple[Any, Any]]:
+    """The schema's arguments of a call, each with what is given for it."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    declared = node.target._schema.arguments
+    given = list(zip(declared, node.args, strict=False))
+    return given + [(a, node.kwargs[a.name]) for a in declared if a.name in node.kwargs]
+
+
+def as_node(given: Any) -> fx.Node | None:
+    """`given` where it is a node."""
+    return given if isinstance(given, fx.Node) else None
+
+
+def targets_of_write(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a call writes into."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return []
+    wrote = [g for a, g in arguments(node) if a.alias_info is not None and a.alias_info.is_write]
+    return [n for g in wrote for n in (g if isinstance(g, list | tuple) else [g]) if as_node(n)]
+
+
+def written(graph: Graph) -> set[fx.Node]:
+    """Nodes whose memory some call writes into, by whatever name: no rewrite may touch them."""
+    writes = [base for node in graph.fx.nodes for base in targets_of_write(node)]
+    if not writes:
+        return set()
+    owner = owners(graph)
+    memory = {owner[base] for base in writes}
+    return {node for node, made in owner.items() if made in memory}
+
+
+def near(node: fx.Node, touched: set[fx.Node]) -> bool:
+    """Whether a node, its arguments or theirs are in `touched`."""
+    if not touched:
+        return False
+    sources = node.all_input_nodes
+    return node in touched or any(
+        source in touched or not touched.isdisjoint(source.all_input_nodes) for source in sources
+    )
+
+
 ASSERTIONS = {
     aten._assert_tensor_metadata.default,
     aten._assert_scalar.default,
@@ -75,7 +141,7 @@ ASSERTIONS = {
 
 
 def eliminate_dead_code(graph: Graph) -> int:
-    """Erase calls and weights that nothing uses; effects stay. Returns the number of calls erased."""
+    """Erase calls and weights that nothing uses; effects stay. Returns how many calls went."""
     count = 0
     for node in reversed(graph.nodes):
         if node.users or node.op not in ("call_function", "get_attr"):
@@ -148,35 +214,13 @@ def cast(graph: Graph, node: fx.Node) -> fx.Node | None:
 )
 def copy(graph: Graph, node: fx.Node) -> fx.Node | None:
     """Values have no layout and are never written to: a copy is the thing itself."""
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    return None if mutated(node) or mutated(source) else source
-
-
-def mutated(node: fx.Node) -> bool:
-    """Whether some call writes into the node's tensor, or into a view of it."""
-    return any(
-        isinstance(user.target, torch._ops.OpOverload)
-        and (
-            (user.target._schema.is_mutable and user.args and user.args[0] is node)
-            or (is_view(user) and mutated(user))
-        )
-        for user in node.users
-    )
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether a call's result shares memory with its argument."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    returns = node.target._schema.returns
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return as_node(node.args[0])
 
 
 @rule(aten.dropout.default, aten.feature_dropout.default)
 def dropout(graph: Graph, node: fx.Node) -> fx.Node | None:
     """Dropout does nothing outside training."""
-    return None if argument(node, 2, "train") else node.args[0]  # type: ignore[return-value]
+    return None if argument(node, 2, "train") else as_node(node.args[0])
 
 
 @rule(aten.add.Tensor, aten.sub.Tensor)
@@ -197,7 +241,7 @@ def neutral(node: fx.Node, number: int) -> fx.Node | None:
     if isinstance(other, fx.Node) or other != number or not isinstance(x, fx.Node):
         return None
     source = value(x)
-    if not isinstance(source, Tensor) or source.dtype != value(node).dtype or mutated(node):
+    if not isinstance(source, Tensor) or source.dtype != value(node).dtype:
         return None
     return x
 
@@ -232,9 +276,7 @@ def twice_transposed(graph: Graph, node: fx.Node) -> fx.Node | None:
     inner = node.args[0]
     if not isinstance(inner, fx.Node) or inner.target is not aten.transpose.int:
         return None
-    if set(inner.args[1:]) != set(node.args[1:]) or mutated(node) or mutated(inner):
-        return None
-    return inner.args[0]  # type: ignore[return-value]
+    return as_node(inner.args[0]) if set(inner.args[1:]) == set(node.args[1:]) else None
 
 
 # Shapes --------------------------------------------------------------------------------------
@@ -253,41 +295,35 @@ def reshape(graph: Graph, node: fx.Node) -> fx.Node | None:
     """Every view of other sizes is a `reshape`; to its own shape it is no node."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    if mutated(node):
-        return None
     if same_shape(value(source), value(node)):
         return source
     if node.target is aten.reshape.default:
-        inner = source
-        if inner.target is aten.reshape.default and not mutated(inner):
-            return graph.call(aten.reshape.default, inner.args[0], node.args[1])
+        if source.target is aten.reshape.default:
+            return graph.call(aten.reshape.default, source.args[0], node.args[1])
         return None
     if node.target in (aten.view.default, aten._unsafe_view.default):
         return graph.call(aten.reshape.default, source, node.args[1])
-    return graph.call(aten.reshape.default, source, sizes(graph, node, source))
+    found = sizes(graph, node, source)
+    return None if found is None else graph.call(aten.reshape.default, source, found)
 
 
-def sizes(graph: Graph, node: fx.Node, source: fx.Node) -> list[Any]:
-    """The sizes of `node`, symbolic ones read from `source` or left to be inferred."""
+def sizes(graph: Graph, node: fx.Node, source: fx.Node) -> list[Any] | None:
+    """The sizes of `node`: numbers, sizes of the tensors that it reads, or one left to infer."""
+    known = [n for n in node.all_input_nodes if isinstance(value(n), Tensor)]
+    numbers = [n for n in node.all_input_nodes if isinstance(value(n), torch.SymInt)]
     out: list[Any] = []
     for size in value(node).shape:
+        places = [(n, d) for n in known for d, s in enumerate(value(n).shape) if same_size(s, size)]
+        given = [n for n in numbers if same_size(value(n), size)]
         if not isinstance(size, torch.SymInt):
             out.append(size)
-            continue
-        dims = [d for d, s in enumerate(value(source).shape) if same_size(s, size)]
-        if dims:
-            out.append(graph.call(aten.sym_size.int, source, dims[0]))
+        elif given:
+            out.append(given[0])
+        elif places:
+            out.append(graph.call(aten.sym_size.int, *places[0]))
         else:
             out.append(-1)
-    if out.count(-1) > 1:
-        reference = node.args[1] if len(node.args) > 1 else None
-        if isinstance(reference, fx.Node):  # view_as: the other tensor has the sizes
-            return [
-                graph.call(aten.sym_size.int, reference, d) if s == -1 else s
-                for d, s in enumerate(out)
-            ]
-        raise AssertionError(f"cannot say the shape of {node.name}")
-    return out
+    return out if out.count(-1) <= 1 else None
 
 
 @rule(aten.slice.Tensor)
@@ -300,9 +336,11 @@ def whole_slice(graph: Graph, node: fx.Node) -> fx.Node | None:
         argument(node, 4, "step", 1),
     )
     assert isinstance(source, fx.Node)
-    if step != 1 or mutated(node) or start not in (0, None):
+    if step != 1 or start not in (0, None):
         return None
-    return source if same_shape(value(source), value(node)) and not isinstance(stop, fx.Node) else None
+    return (
+        source if same_shape(value(source), value(node)) and not isinstance(stop, fx.Node) else None
+    )
 
 
 @rule(aten.expand.default, aten.repeat.default)
@@ -310,7 +348,7 @@ def whole_expand(graph: Graph, node: fx.Node) -> fx.Node | None:
     """Expanding to its own shape is no node."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    return source if same_shape(value(source), value(node)) and not mutated(node) else None
+    return source if same_shape(value(source), value(node)) else None
 
 
 @rule(aten.t.default, aten.numpy_T.default, aten.permute.default)
@@ -320,7 +358,7 @@ def transpose(graph: Graph, node: fx.Node) -> fx.Node | None:
     assert isinstance(source, fx.Node)
     rank = value(source).dim()
     if node.target is aten.permute.default:
-        order = [d % rank for d in node.args[1]]  # type: ignore[operator, union-attr]
+        order = [d % rank for d in node.args[1]]  # type: ignore[union-attr]
     else:
         order = list(reversed(range(rank)))
     moved = [d for d in range(rank) if order[d] != d]
@@ -331,6 +369,14 @@ def transpose(graph: Graph, node: fx.Node) -> fx.Node | None:
     if node.target is aten.permute.default:
         return None
     return graph.call(aten.permute.default, source, order)
+
+
+# Where an op's dimensions stand among its arguments, if not second.
+PLACES: dict[Any, tuple[int, ...]] = {
+    aten.transpose.int: (1, 2),
+    aten.split.Tensor: (2,),
+    aten.split_with_sizes.default: (2,),
+}
 
 
 @rule(
@@ -345,25 +391,29 @@ def transpose(graph: Graph, node: fx.Node) -> fx.Node | None:
 )
 def positive_dimension(graph: Graph, node: fx.Node) -> fx.Node | None:
     """Dimensions count from the front."""
-    first = node.args[0]
-    tensor = first[0] if isinstance(first, list | tuple) else first
-    rank = value(tensor).dim() + (node.target is aten.unsqueeze.default)
-    places = {aten.transpose.int: (1, 2), aten.split.Tensor: (2,)}.get(
-        node.target, (2,) if node.target is aten.split_with_sizes.default else (1,)
-    )
-    args = list(node.args)
-    for place in places:
+    source = node.args[0]
+    rank = value(node if isinstance(source, list | tuple) else source).dim()
+    rank += node.target is aten.unsqueeze.default
+    args: list[Any] = list(node.args)
+    for place in PLACES.get(node.target, (1,)):
         if len(args) <= place:
-            if node.target in (aten.split.Tensor, aten.split_with_sizes.default):
-                args.append(node.kwargs.get("dim", 0))
-            else:
-                args.append(node.kwargs.get("dim", 0))
+            args.append(node.kwargs.get("dim", 0))
         if isinstance(args[place], int) and args[place] < 0:
             args[place] += rank
     kwargs = {k: v for k, v in node.kwargs.items() if k != "dim"}
     if args == list(node.args) and kwargs == dict(node.kwargs):
         return None
     node.args, node.kwargs = tuple(args), kwargs
+    return node
+
+
+@rule(aten.mean.dim, aten.sum.dim_IntList)
+def last_dimension(graph: Graph, node: fx.Node) -> fx.Node | None:
+    """A reduction over the last dimension says -1, whatever the rank."""
+    dims = node.args[1] if len(node.args) > 1 else None
+    if not isinstance(dims, list | tuple) or list(dims) != [value(node.args[0]).dim() - 1]:
+        return None
+    node.args = (node.args[0], [-1], *node.args[2:])
     return node
 
 
@@ -417,10 +467,9 @@ def linear(graph: Graph, node: fx.Node) -> fx.Node | None:
         if stored is None or len(stored.shape) != 2 or len(matrix.users) > 1:
             return None
         weight = graph.add_weight(f"{matrix.target}_transposed", stored.transpose())
-    if bias is not None and value(bias).dim() != 1:
+    if bias is not None and tuple(value(bias).shape) != tuple(value(weight).shape[:1]):
         return None
-    arguments = (x, weight) if bias is None else (x, weight, bias)
-    return graph.call(aten.linear.default, *arguments)
+    return graph.call(aten.linear.default, x, weight, *([] if bias is None else [bias]))
 
 
 @rule(aten.reshape.default)
@@ -430,7 +479,11 @@ def linear_in_place(graph: Graph, node: fx.Node) -> fx.Node | None:
     if not isinstance(inner, fx.Node) or inner.target is not aten.linear.default:
         return None
     flat = inner.args[0]
-    if not isinstance(flat, fx.Node) or flat.target is not aten.reshape.default or len(inner.users) > 1:
+    if (
+        not isinstance(flat, fx.Node)
+        or flat.target is not aten.reshape.default
+        or len(inner.users) > 1
+    ):
         return None
     source = flat.args[0]
     before, after = value(source).shape, value(node).shape
@@ -447,11 +500,10 @@ def linear_in_place(graph: Graph, node: fx.Node) -> fx.Node | None:
 @rule(operator.getitem)
 def pick(graph: Graph, node: fx.Node) -> fx.Node | None:
     """A piece of a split into one is the whole."""
-    source, index = node.args
+    source = node.args[0]
     if not isinstance(source, fx.Node) or source.target is not aten.split_with_sizes.default:
         return None
-    whole = source.args[0]
-    return whole if len(source.args[1]) == 1 else None  # type: ignore[arg-type, return-value]
+    return as_node(source.args[0]) if len(source.args[1]) == 1 else None  # type: ignore[arg-type]
 
 
 # Mutation ------------------------------------------------------------------------------------
@@ -471,22 +523,37 @@ def functional_form(target: Any) -> Any:
 def functionalize(graph: Graph) -> int:
     """Write calls that mutate a plain intermediate as calls that return the new value.
 
-    The mutated tensor must be no input, no weight and no view, and have no live view: then every
-    later use simply takes the new value. Anything else stays, and counts as an effect.
+    The mutated tensor must be no input, no weight and no view, and no view made before may be read
+    after: then every later use simply takes the new value. Anything else stays, and counts as an
+    effect.
     """
     count = 0
-    order = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         functional = functional_form(node.target) if node.op == "call_function" else None
-        base = node.args[0] if node.args else None
-        if functional is None or not isinstance(base, fx.Node) or base.op != "call_function":
+        base = as_node(node.args[0]) if node.args else None
+        if functional is None or base is None or not replaceable(graph, node, base):
             continue
-        if is_view(base) or any(is_view(user) for user in base.users):
-            continue
+        dtype = value(base).dtype
         node.target = functional
         graph.infer(node)
+        new = node
+        if value(node).dtype != dtype:  # an in-place call keeps the dtype that it writes into
+            with graph.after(node):
+                new = graph.call(aten.to.dtype, node, dtype)
+            node.replace_all_uses_with(new, delete_user_cb=partial(is_not, new))
+        order = {n: i for i, n in enumerate(graph.fx.nodes)}
         for user in list(base.users):
-            if user is not node and order.get(user, 0) > order[node]:
-                user.replace_input_with(base, node)
+            if order[user] > order[new]:
+                user.replace_input_with(base, new)
         count += 1
     return count
+
+
+def replaceable(graph: Graph, node: fx.Node, base: fx.Node) -> bool:
+    """Whether nothing but later uses of `base` itself sees what `node` writes into it."""
+    owner = owners(graph)
+    if base.op != "call_function" or owner[base] is not base:
+        return False
+    order = {n: i for i, n in enumerate(graph.fx.nodes)}
+    views = [n for n in owner if owner[n] is base and n is not base and order[n] < order[node]]
+    return all(order[user] <= order[node] for view in views for user in view.users)

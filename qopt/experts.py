@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 from qopt.ops import ACTIVATIONS, OPS, expert_gate
 

@@ -1,4 +1,4 @@
-"""The one form of a model from capture to emission: an fx module, lazy weights, and what is known."""
+"""The one form of a model from capture to emission: an fx module, lazy weights, what is known."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import networkx as nx
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule, Node
 
 from qopt.errors import QoptError
 from qopt.info import ModelInfo
@@ -25,6 +26,8 @@ CACHED_ATTENTION = OPS["cached_attention"].target
 class GraphError(QoptError):
     """A graph that breaks its own rules: a bug in capture or in a pass."""
 
+    source: str | None = None  # the line of the model that the node at fault comes from
+
 
 @dataclass
 class Graph:
@@ -34,7 +37,7 @@ class Graph:
     `outputs` names the results in order; `defaults` gives the inputs that a caller may leave out.
     """
 
-    module: fx.GraphModule
+    module: GraphModule
     weights: dict[str, LazyWeight]
     info: ModelInfo
     fake_mode: FakeTensorMode
@@ -48,36 +51,37 @@ class Graph:
         return self.module.graph
 
     @property
-    def nodes(self) -> list[fx.Node]:
+    def nodes(self) -> list[Node]:
         """All nodes in order, as a list that may be iterated while the graph changes."""
         return list(self.fx.nodes)
 
     @property
-    def inputs(self) -> list[fx.Node]:
+    def inputs(self) -> list[Node]:
         """The graph's inputs in order."""
         return [node for node in self.fx.nodes if node.op == "placeholder"]
 
     @property
-    def output(self) -> fx.Node:
+    def output(self) -> Node:
         """The output node."""
-        return next(iter(reversed(self.fx.nodes)))
+        last: Node = next(iter(reversed(self.fx.nodes)))
+        return last
 
     @property
-    def results(self) -> list[fx.Node]:
+    def results(self) -> list[Node]:
         """The nodes that the outputs are, in the order of `outputs`."""
         return list(self.output.args[0])  # type: ignore[arg-type]
 
-    def find(self, *targets: Any) -> list[fx.Node]:
+    def find(self, *targets: Any) -> list[Node]:
         """Every call of one of `targets`, in order."""
         return [n for n in self.fx.nodes if n.op == "call_function" and n.target in targets]
 
     def weight(self, node: Any) -> LazyWeight | None:
         """The weight that `node` reads, or None where it is something else."""
-        if isinstance(node, fx.Node) and node.op == "get_attr":
+        if isinstance(node, Node) and node.op == "get_attr":
             return self.weights.get(str(node.target))
         return None
 
-    def add_weight(self, name: str, weight: LazyWeight) -> fx.Node:
+    def add_weight(self, name: str, weight: LazyWeight) -> Node:
         """Add a weight and a node that reads it, at the current place of insertion."""
         while name in self.weights:
             name += "_"
@@ -89,37 +93,37 @@ class Graph:
         node.meta["val"] = value
         return node
 
-    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Insert a call at the current place of insertion, its shape computed on fake tensors."""
         node = self.fx.call_function(target, args, kwargs)
         self.infer(node)
         return node
 
-    def infer(self, node: fx.Node) -> None:
+    def infer(self, node: Node) -> None:
         """Compute `node.meta["val"]` from its arguments'."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         with self.fake_mode:
             node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
     @contextmanager
-    def before(self, node: fx.Node) -> Iterator[None]:
+    def before(self, node: Node) -> Iterator[None]:
         """Insert before `node` inside the block."""
         with self.fx.inserting_before(node):
             yield
 
     @contextmanager
-    def after(self, node: fx.Node) -> Iterator[None]:
+    def after(self, node: Node) -> Iterator[None]:
         """Insert after `node` inside the block."""
         following = node.next
         with self.fx.inserting_before(following):
             yield
 
-    def replace(self, old: fx.Node, new: fx.Node) -> None:
+    def replace(self, old: Node, new: Node) -> None:
         """Let every user of `old` use `new`, and erase `old` with what only it used."""
         old.replace_all_uses_with(new)
         self.erase(old)
 
-    def erase(self, node: fx.Node) -> None:
+    def erase(self, node: Node) -> None:
         """Erase a node without users, then those of its inputs that nobody uses any more."""
         stack = [node]
         while stack:
@@ -140,7 +144,7 @@ class Graph:
         """One node a line, in order, with shapes: stable from run to run."""
         return "\n".join(describe(node) for node in self.fx.nodes)
 
-    def convex(self, nodes: Iterable[fx.Node]) -> bool:
+    def convex(self, nodes: Iterable[Node]) -> bool:
         """Whether no path leaves `nodes` and comes back: only such a set can become one node."""
         inside = set(nodes)
         frontier = [user for node in inside for user in node.users if user not in inside]
@@ -154,25 +158,27 @@ class Graph:
                     frontier.append(user)
         return True
 
-    def dataflow(self) -> nx.DiGraph:
+    def dataflow(self) -> nx.DiGraph[Node]:
         """The nodes as a networkx graph, an edge from each value to its user."""
-        graph = nx.DiGraph()
+        graph: nx.DiGraph[Node] = nx.DiGraph()
         for node in self.fx.nodes:
             graph.add_node(node)
             graph.add_edges_from((source, node) for source in node.all_input_nodes)
         return graph
 
     def verify(self) -> None:
-        """Raise `GraphError` unless the graph is whole: order, values, ops and dynamic dimensions."""
+        """Raise `GraphError` unless the graph is whole: order, values, ops, dynamic dimensions."""
         self.fx.lint()
         for node in self.fx.nodes:
             problem = self._problem(node)
             if problem:
-                raise GraphError(problem, where=describe(node))
+                error = GraphError(problem, where=describe(node))
+                error.source = source_line(node)
+                raise error
         if len(self.results) != len(self.outputs):
             raise GraphError(f"{len(self.results)} results for {len(self.outputs)} output names")
 
-    def _problem(self, node: fx.Node) -> str | None:
+    def _problem(self, node: Node) -> str | None:
         if node.op == "output":
             return None
         if "val" not in node.meta:
@@ -190,7 +196,9 @@ class Graph:
         frozen = node.meta.get("dynamic", ())
         for dim in frozen:
             if not isinstance(node.meta["val"].shape[dim], torch.SymInt):
-                return f"dimension {dim} is declared dynamic and became {node.meta['val'].shape[dim]}"
+                return (
+                    f"dimension {dim} is declared dynamic and became {node.meta['val'].shape[dim]}"
+                )
         return None
 
     def interpret(
@@ -211,7 +219,7 @@ class _Interpreter:
 
     def __init__(self, graph: Graph, cache: dict[int, tuple[Tensor, Tensor]]) -> None:
         self.graph, self.cache = graph, cache
-        self.env: dict[fx.Node, Any] = {}
+        self.env: dict[Node, Any] = {}
 
     def run_graph(self, inputs: dict[str, Tensor]) -> list[Tensor]:
         last = last_uses(self.graph.fx)
@@ -221,18 +229,22 @@ class _Interpreter:
                 if given is None:
                     raise GraphError(f"input {node.name} is missing")
                 self.env[node] = given
-            elif node.op == "get_attr":
-                self.env[node] = self.graph.weights[str(node.target)].evaluate()
             elif node.op == "output":
-                return [self.env[n] for n in node.args[0]]
-            else:
+                return [self._value(n) for n in node.args[0]]
+            elif node.op != "get_attr":
                 self.env[node] = self._call(node)
             for dead in last.get(node, ()):
-                del self.env[dead]
+                self.env.pop(dead, None)
         raise GraphError("the graph has no output")
 
-    def _call(self, node: fx.Node) -> Any:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.env[n])
+    def _value(self, node: Node) -> Any:
+        """What a node holds; a weight is read anew at each use, so that none outlives its call."""
+        if node.op == "get_attr":
+            return self.graph.weights[str(node.target)].evaluate()
+        return self.env[node]
+
+    def _call(self, node: Node) -> Any:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._value)
         if node.target is ATTENTION:
             return self._attend(args, dict(kwargs))
         return node.target(*args, **kwargs)  # type: ignore[operator]
@@ -248,14 +260,14 @@ class _Interpreter:
         return out  # type: ignore[no-any-return]
 
 
-def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+def last_uses(graph: fx.Graph) -> dict[Node, list[Node]]:
     """For each node, the values that nobody needs after it."""
-    last: dict[fx.Node, fx.Node] = {}
+    last: dict[Node, Node] = {}
     for node in graph.nodes:
         last[node] = node
         for source in node.all_input_nodes:
             last[source] = node
-    dead: dict[fx.Node, list[fx.Node]] = {}
+    dead: dict[Node, list[Node]] = {}
     for value, node in last.items():
         if value.op != "output":
             dead.setdefault(node, []).append(value)
@@ -295,7 +307,7 @@ def allowed(target: Any) -> bool:
     return target in SYMBOLIC
 
 
-def set_attribute(module: fx.GraphModule, name: str, value: Any) -> None:
+def set_attribute(module: GraphModule, name: str, value: Any) -> None:
     """Hang `value` on the module under a dotted name, making the modules on the way."""
     *path, leaf = name.split(".")
     owner: torch.nn.Module = module
@@ -306,7 +318,7 @@ def set_attribute(module: fx.GraphModule, name: str, value: Any) -> None:
     owner.register_buffer(leaf, value, persistent=False)
 
 
-def describe(node: fx.Node) -> str:
+def describe(node: Node) -> str:
     """One line for a node: name, target, arguments, dtype and shape."""
     if node.op == "output":
         return f"return {format_argument(node.args[0])}"
@@ -321,6 +333,13 @@ def describe(node: fx.Node) -> str:
     return f"{node.name} = {target_name(node.target)}({', '.join(args)}){shape}"
 
 
+def source_line(node: Node) -> str | None:
+    """File and line of the model's code that made a node, where they are known."""
+    lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
+    found = [line.strip() for line in lines if line.strip().startswith("File ")]
+    return found[-1] if found else None
+
+
 def describe_value(value: Any) -> str:
     """Dtype and shape of a value, symbols as they are named."""
     if isinstance(value, Tensor):
@@ -332,7 +351,7 @@ def describe_value(value: Any) -> str:
 
 def format_argument(argument: Any) -> str:
     """An argument as the listing shows it."""
-    if isinstance(argument, fx.Node):
+    if isinstance(argument, Node):
         return argument.name
     if isinstance(argument, list | tuple):
         return "[" + ", ".join(map(format_argument, argument)) + "]"

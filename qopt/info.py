@@ -1,4 +1,4 @@
-"""What is known of a model, layer by layer: shared by the compiler and, without torch, the runtime."""
+"""What is known of a model, layer by layer: shared by compiler and (without torch) runtime."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_LIBRARY = torch.library.Library("qopt", "DEF")
+_LIBRARY: Any = torch.library.Library("qopt", "DEF")  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ def attention(
     """Attention of q (B, H, S, D) over this layer's implied cache and the new k, v (B, K, S, D).
 
     The cache is not an argument: `materialize-kv-cache` decides how it is kept. Run as it stands,
-    the op sees an empty cache. `mask` (B, T) holds 1 for real tokens; None means all are. Scores are
-    scaled, soft-capped (`softcap * tanh(x / softcap)`), masked, and joined by one learned sink logit
-    a head. Returns (B, S, H, D of v).
+    the op sees an empty cache. `mask` (B, T) holds 1 for real tokens; None means all are. Scores
+    are scaled, soft-capped (`softcap * tanh(x / softcap)`), masked, and joined by one learned sink
+    logit a head. Returns (B, S, H, D of v).
     """
     out, _, _ = cached_attention.reference(
         q,
@@ -139,11 +139,11 @@ def cached_attention(
     keep = visible(mask, q.shape[2], causal, window)
     scores = scores.masked_fill(~keep, torch.finfo(scores.dtype).min)
     if sinks is None:
-        weights = F.softmax(scores, -1, torch.float32)
+        weights = F.softmax(scores, -1, dtype=torch.float32)
     else:
         column = sinks.view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1).to(scores.dtype)
         joined = torch.cat([scores, column], -1)
-        weights = F.softmax(joined, -1, torch.float32)[..., : key.shape[2]]
+        weights = F.softmax(joined, -1, dtype=torch.float32)[..., : key.shape[2]]
     weights = weights.masked_fill(~keep, 0.0).to(value.dtype)
     wide = value if groups == 1 else value.repeat_interleave(groups, 1)
     return torch.matmul(weights, wide).transpose(1, 2).contiguous(), key, value
@@ -236,12 +236,14 @@ def last_tokens(x: Tensor, mask: Tensor, n: Tensor) -> Tensor:
     return x.gather(1, columns[:, :, None].expand(-1, -1, x.shape[2]))
 
 
-@torch.library.register_fake("qopt::last_tokens", lib=_LIBRARY, allow_override=True)
 def _last_tokens_shape(x: Tensor, mask: Tensor, n: Tensor) -> Tensor:
     rows = torch.library.get_ctx().new_dynamic_size()
     return x.new_empty(x.shape[0], rows, x.shape[2])
 
 
+torch.library.register_fake(
+    "qopt::last_tokens", _last_tokens_shape, lib=_LIBRARY, allow_override=True
+)
 
 
 @op(
@@ -265,7 +267,7 @@ def experts(
     limit: float | None = None,
     up_offset: float = 0.0,
 ) -> Tensor:
-    """The experts of a mixture, x (tokens, W) through its chosen experts ids, weights (tokens, top).
+    """The experts of a mixture: x (tokens, W) through the chosen ids by weights (tokens, top).
 
     `up` (E, 2·I, W) holds gate and up rows one after the other (`concatenated`), alternating
     (`interleaved`), or (E, I, W) without a gate (`single`); `transposed` swaps the last two

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import operator
 import pkgutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from importlib.metadata import entry_points
 from itertools import permutations
 from pathlib import Path
@@ -20,7 +22,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from qopt.canonical import canonicalize
+from qopt.canonical import canonicalize, written
 from qopt.errors import QoptError, UsageError
 from qopt.graph import Graph, GraphError, describe, target_name
 from qopt.info import ModelInfo
@@ -200,7 +202,7 @@ class _Binding:
 
 @dataclass
 class _Matcher:
-    """Unifies pattern and graph from the result upwards, backtracking over exchangeable arguments."""
+    """Unifies pattern and graph from the result up, backtracking over exchangeable arguments."""
 
     pattern: Pattern
     miss: Miss
@@ -234,10 +236,11 @@ class _Matcher:
         if not isinstance(got, fx.Node) or got.target != want.target:
             shown = describe(got) if isinstance(got, fx.Node) else got
             self.miss.note(
-                len(so_far.nodes), f"{shown} stands where the pattern has {target_name(want.target)}"
+                len(so_far.nodes),
+                f"{shown} stands where the pattern has {target_name(want.target)}",
             )
             return
-        if dict(want.kwargs) != {k: v for k, v in got.kwargs.items() if k in want.kwargs}:
+        if dict(want.kwargs) != dict(got.kwargs):
             self.miss.note(len(so_far.nodes), f"{describe(got)} has other options")
             return
         for args in self._orders(want):
@@ -299,20 +302,26 @@ class RewritePass(Pass):
         """Try every pattern at every node, last node first; rewrite what passes the checks."""
         count = 0
         patterns = self.traced()
+        touched = written(graph)
         targets = {p.roots[0].target for p in patterns}
         for node in reversed(graph.nodes):
             if node._erased or node.target not in targets:
                 continue
             for pattern in patterns:
                 match = match_at(pattern, node)
-                if match is not None and self.refusal(graph, match) is None:
+                if match is not None and self.refusal(graph, match, touched) is None:
                     self.apply(graph, match)
                     count += 1
                     break
         return count
 
-    def refusal(self, graph: Graph, match: Match) -> str | None:
-        """Why the match cannot be rewritten: its own check, an inner value in use, a cycle."""
+    def refusal(
+        self, graph: Graph, match: Match, touched: Set[fx.Node] = frozenset()
+    ) -> str | None:
+        """Why the match cannot be rewritten: its own check, an inner value in use, a cycle.
+
+        `touched` holds the nodes whose memory some call writes into: no match reaches across that.
+        """
         covered = set(match.nodes.values())
         for node in match.inner:
             outside = [user for user in node.users if user not in covered]
@@ -321,7 +330,24 @@ class RewritePass(Pass):
         inside = [n for p, n in match.nodes.items() if p.op == "call_function"]
         if not graph.convex(inside):
             return f"the match at {match.root.name} is not convex: a path leaves it and comes back"
-        return self.check(graph, match)
+        written_to = [node.name for node in covered if node in touched]
+        if written_to:
+            return f"{min(written_to)} is written to in place"
+        return self._too_early(graph, match) or self.check(graph, match)
+
+    def _too_early(self, graph: Graph, match: Match) -> str | None:
+        """Whether one result is read before all that the match takes in is there."""
+        if len(match.pattern.roots) == 1:
+            return None
+        order = {node: i for i, node in enumerate(graph.fx.nodes)}
+        roots = [match.nodes[r] for r in match.pattern.roots]
+        last = max(order[root] for root in roots)
+        early = [(root, u) for root in roots for u in root.users if order[u] <= last]
+        outside = [(root, u) for root, u in early if u not in match.nodes.values()]
+        if not outside:
+            return None
+        root, user = outside[0]
+        return f"{user.name} uses {root.name} before the rest of the match"
 
     def apply(self, graph: Graph, match: Match) -> None:
         """Put the replacement at the last matched result."""
@@ -334,7 +360,7 @@ class RewritePass(Pass):
             if old.meta["val"].dtype != new.meta["val"].dtype:
                 raise GraphError(f"{self.name} changes the dtype of {old.name}")
             new.meta.setdefault("stack_trace", old.meta.get("stack_trace"))
-            old.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)
+            old.replace_all_uses_with(new, delete_user_cb=partial(operator.is_not, new))
         for old in roots:
             if not old._erased:
                 graph.erase(old)
@@ -359,7 +385,7 @@ class RewritePass(Pass):
                 miss = Miss()
                 match = match_at(pattern, node, miss)
                 if match is not None and anchor in match.nodes.values():
-                    return self.refusal(graph, match) or "it matches"
+                    return self.refusal(graph, match, written(graph)) or "it matches"
                 best.note(miss.matched, f"pattern {pattern.name}: {miss.text}")
         return best.text or "no pattern comes near"
 
@@ -384,32 +410,37 @@ def load_plugin(plugin: str) -> str:
 
     Raises `UsageError` where it cannot be found or defines no pass.
     """
-    import hashlib
-
-    before = set(PASSES)
     path = Path(plugin)
     if path.suffix == ".py" or path.exists():
         if not path.is_file():
             raise UsageError("no such plugin file", where=plugin)
         name = f"qopt_plugin_{path.stem}"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        _run_plugin(lambda: spec.loader.exec_module(module), plugin)  # type: ignore[union-attr]
+        _run_plugin(lambda: _run_file(name, path), plugin)
     else:
+        name = plugin
         _run_plugin(lambda: importlib.import_module(plugin), plugin)
         path = Path(str(sys.modules[plugin].__file__))
-    if set(PASSES) == before:
-        raise UsageError("the plugin defines no new pass", where=plugin)
+    if not any(f"{cls.__module__}.".startswith(f"{name}.") for cls in PASSES.values()):
+        raise UsageError("the plugin defines no pass", where=plugin)
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def _run_file(name: str, path: Path) -> None:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+
+
 def _run_plugin(run: Callable[[], Any], plugin: str) -> None:
+    before = dict(PASSES)
     try:
         run()
     except Exception as error:
+        PASSES.clear()
+        PASSES.update(before)  # half a plugin is none
         raise UsageError(
             "the plugin fails on import", where=plugin, why=f"{type(error).__name__}: {error}"
         ) from error
@@ -460,10 +491,9 @@ class PassManager:
             rewrites = item.run(graph)
             graph.sweep()
             graph.verify()
-        except QoptError as error:
-            raise self._failure(item, error) from error
         except Exception as error:
-            raise self._failure(item, error) from error
+            broken = self._dump(number, f"{item.name}.failed", graph)
+            raise self._failure(item, error, broken) from error
         spent = (time.perf_counter() - start) * 1e3
         left = item.explain(graph) if item.name in (*self.explain, *self.expect) else []
         record = PassRecord(item.name, rewrites, before, len(graph.fx.nodes), spent, left)
@@ -473,23 +503,28 @@ class PassManager:
         self._demand(item, record)
         return record
 
-    def _failure(self, item: Pass, error: Exception) -> PassError:
+    def _failure(self, item: Pass, error: Exception, dumped: Path | None) -> PassError:
         ran = ", ".join(r.name for r in self.records) or "none"
         what = error.what if isinstance(error, QoptError) else f"{type(error).__name__}: {error}"
-        where = getattr(error, "where", None)
-        dumped = f" --dump DIR shows the graph; --stop-after {self.records[-1].name}" if self.records else ""
+        why = f"passes that ran before it: {ran}"
+        if getattr(error, "source", None):
+            why = f"the node comes from {error.source}; {why}"  # type: ignore[attr-defined]
+        graph = f"the graph is in {dumped}" if dumped else "see the graph with --dump DIR"
         return PassError(
             f"pass {item.name} failed: {what}",
-            where=where,
-            why=f"passes that ran before it: {ran}",
-            todo=f"leave it out with --skip {item.name}, and report it.{dumped}",
+            where=getattr(error, "where", None),
+            why=why,
+            todo=f"{graph}; leave the pass out with --skip {item.name}, and report it",
         )
 
     def _demand(self, item: Pass, record: PassRecord) -> None:
         wanted = self.expect.get(item.name)
         if wanted is None:
             return
-        short = record.rewrites == 0 or bool(record.left) if wanted == "all" else record.rewrites != wanted
+        if wanted == "all":
+            short = record.rewrites == 0 or bool(record.left)
+        else:
+            short = record.rewrites != wanted
         if short:
             nearest = "; ".join(record.left[:3]) or "the graph holds no candidate"
             raise UsageError(
@@ -498,11 +533,13 @@ class PassManager:
                 todo=f"see all with --explain {item.name}, or change `expect` in the recipe",
             )
 
-    def _dump(self, number: int, name: str, graph: Graph) -> None:
-        if self.dump is not None:
-            self.dump.mkdir(parents=True, exist_ok=True)
-            text = graph.listing() + "\n"
-            (self.dump / f"{number:03d}_{name}.txt").write_text(text)
+    def _dump(self, number: int, name: str, graph: Graph) -> Path | None:
+        if self.dump is None:
+            return None
+        self.dump.mkdir(parents=True, exist_ok=True)
+        path = self.dump / f"{number:03d}_{name}.txt"
+        path.write_text(graph.listing() + "\n")
+        return path
 
 
 def getitem(graph: Graph, node: fx.Node, index: int) -> fx.Node:
