@@ -79,8 +79,9 @@ def owners(graph: Graph) -> dict[fx.Node, fx.Node]:
 
 def aliased(node: fx.Node) -> fx.Node | None:
     """The argument whose memory a call's result shares, or None."""
-    if node.target is operator.getitem:
-        return as_node(node.args[0])
+    if node.target is operator.getitem:  # a piece of a split is a view, a result of topk is not
+        source = as_node(node.args[0])
+        return source if source is not None and aliased(source) is not None else None
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     schema = node.target._schema

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,7 +102,10 @@ class Graph:
     def infer(self, node: Node) -> None:
         """Compute `node.meta["val"]` from its arguments'."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        with self.fake_mode:
+        shapes = self.fake_mode.shape_env
+        # A size that only the running graph knows (last_tokens) is nobody's to resolve here.
+        fresh = shapes.ignore_fresh_unbacked_symbols() if shapes is not None else nullcontext()
+        with self.fake_mode, fresh:
             node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
     @contextmanager

@@ -278,7 +278,7 @@ class GroupQueryAttention:
             heads = [b.get(projected), None, None]
         else:
             heads = [flatten_heads(b, n) for n in self._heads(node)]
-        columns = b.size(columns_source(node, projected), 1)
+        columns = new_columns(b, node, projected)
         window = node.kwargs.get("window")
         out, key, held = b.microsoft(
             "GroupQueryAttention",
@@ -419,18 +419,16 @@ def packed(node: fx.Node) -> fx.Node | None:
     return split.args[0]  # type: ignore[return-value]
 
 
-def columns_source(node: fx.Node, projected: fx.Node | None) -> fx.Node:
-    """A node of which dimension 1 counts the new columns, and that is written for sure."""
+def new_columns(b: Builder, node: fx.Node, projected: fx.Node | None) -> ir.Value:
+    """How many new columns there are, read from what is written for sure: int64 [1]."""
     if projected is not None:
-        return projected
+        return b.size(projected, 1)
     argument = node.args[0]
     assert isinstance(argument, fx.Node)
     if node.meta["rotation"] is not None and argument.target is ROTARY:
         argument = argument.args[0]  # type: ignore[assignment]
-    source, flat = head_source(argument)
-    if flat or source is not argument:
-        return source
-    raise AssertionError("queries have their heads before their tokens from the start")
+    source, _ = head_source(argument)
+    return b.size(source, 2 if source is argument else 1)
 
 
 # Rotation inside the attention ---------------------------------------------------------------
