@@ -152,6 +152,16 @@ def _write_safetensors(name: str, folder: Path) -> None:
         write_safetensors(folder / "model.safetensors", source.tensors)
     else:
         _write_random(name, folder)
+    _let_old_readers_rotate(folder / "config.json")
+
+
+def _let_old_readers_rotate(path: Path) -> None:
+    """Say the rotary base where readers before transformers 5 look: else they assume 10,000."""
+    config = json.loads(path.read_text())
+    rotary = config.get("rope_parameters") or {}
+    if rotary.get("rope_type") == "default":
+        config["rope_theta"] = rotary["rope_theta"]
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 # Random Llamas -------------------------------------------------------------------------------

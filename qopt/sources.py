@@ -25,6 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from qopt.adapter import Adapter, read_adapter
 from qopt.binding import absent_weight, bind_weights
 from qopt.checkpoint import has_weights, read_folder, read_json
+from qopt.compat import TRANSFORMERS_5
 from qopt.demo import DEMOS, find_demo
 from qopt.errors import ResourceError, UnsupportedError, UsageError
 from qopt.gguf_file import materialise, open_gguf, read_gguf
@@ -98,24 +99,12 @@ def open_source(
 
     `weights=False` reads the config alone: every weight is then absent.
     """
-    file, _, function = model.rpartition(":")
-    if revision is not None and (Path(model).exists() or model in DEMOS):
-        raise UsageError("--revision is for hub ids", where=model)
-    if Path(model).exists():
-        source = _open_path(Path(model), weights)
-    elif function.isidentifier() and Path(file).is_file():
-        source = open_function(Path(file), function)
-    elif model in DEMOS:
-        source = _open_path(find_demo(model), weights)
-        source.identity = model
-    elif HUB_ID.fullmatch(model):
-        source = open_folder(download(model, revision), identity=model, weights=weights)
-    else:
-        raise UsageError(
-            f"no such model: {model}",
-            why="it is no path, no demo name, and does not look like a hub id (org/name)",
-            todo=f"give one of these, or a demo: {', '.join(DEMOS)}",
-        )
+    try:
+        source = _open(model, revision, weights)
+    except OSError as error:
+        raise ResourceError(
+            "cannot read the model", where=str(error.filename or model), why=error.strerror
+        ) from error
     source.where = model
     source.with_weights = weights
     if adapter is not None:
@@ -123,6 +112,27 @@ def open_source(
     if not weights:
         source.tensors = {name: absent_weight(name, w) for name, w in source.tensors.items()}
     return source
+
+
+def _open(model: str, revision: str | None, weights: bool) -> ModelSource:
+    file, _, function = model.rpartition(":")
+    if revision is not None and (Path(model).exists() or model in DEMOS):
+        raise UsageError("--revision is for hub ids", where=model)
+    if Path(model).exists():
+        return _open_path(Path(model), weights)
+    if function.isidentifier() and Path(file).is_file():
+        return open_function(Path(file), function)
+    if model in DEMOS:
+        source = _open_path(find_demo(model), weights)
+        source.identity = model
+        return source
+    if HUB_ID.fullmatch(model):
+        return open_folder(download(model, revision), identity=model, weights=weights)
+    raise UsageError(
+        f"no such model: {model}",
+        why="it is no path, no demo name, and does not look like a hub id (org/name)",
+        todo=f"give one of these, or a demo: {', '.join(DEMOS)}",
+    )
 
 
 def _adapt(source: ModelSource, adapter: Adapter) -> None:
@@ -188,6 +198,13 @@ def _refuse_config(raw: dict[str, Any], folder: Path) -> None:
             where=where,
             why="reading quantized checkpoints is later work",
             todo="give the unquantized checkpoint",
+        )
+    if not TRANSFORMERS_5 and any("rope_parameters" in p and "rope_theta" not in p for p in parts):
+        raise UnsupportedError(
+            "config.json was written by transformers 5",
+            where=where,
+            why="the installed one would ignore its rope_parameters and rotate wrongly",
+            todo="pip install 'transformers>=5'",
         )
     if kind in CONFIG_MAPPING:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import zipfile
 from pathlib import Path
 
@@ -86,6 +87,27 @@ def test_written_safetensors_are_read_by_the_library(tmp_path: Path) -> None:
     loaded = load_file(path)
     assert set(loaded) == set(tensors)
     assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+
+
+def test_every_reader_finds_the_rotary_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    monkeypatch.setitem(demo.RANDOM_LLAMAS, "random-llama-1b", tiny | heads)
+    demo._write_random("random-llama-1b", tmp_path)
+    demo._let_old_readers_rotate(tmp_path / "config.json")
+    assert json.loads((tmp_path / "config.json").read_text())["rope_theta"] == 1e5
+    source = open_source(str(tmp_path))
+    assert source.config is not None
+    rotary = getattr(source.config, "rope_parameters", None) or {}
+    assert (rotary.get("rope_theta") or source.config.rope_theta) == 1e5
+    assert source.dtype == torch.bfloat16
+    again = tmp_path / "again"
+    again.mkdir()
+    demo._write_random("random-llama-1b", again)
+    written = [(folder / "model.safetensors").read_bytes() for folder in (tmp_path, again)]
+    assert written[0] == written[1]
 
 
 @pytest.mark.slow

@@ -379,6 +379,18 @@ def test_a_missing_shard_and_a_folder_without_model_are_named(tmp_path: Path) ->
     assert "no config.json" in refusal(UsageError, tmp_path)
 
 
+def test_a_file_that_may_not_be_read_is_code_6(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("qopt.sources.read_json", refuse)
+    text = refusal(ResourceError, saved(tiny(), tmp_path))
+    assert "config.json: cannot read the model" in text
+    assert "Permission denied" in text
+
+
 def changed_config(folder: Path, **changes: Any) -> Path:
     path = folder / "config.json"
     config = json.loads(path.read_text()) | changes
@@ -407,6 +419,19 @@ def test_unknown_quantized_and_other_models_are_refused(tmp_path: Path) -> None:
     assert "no causal language model" in refusal(UnsupportedError, tmp_path)
     changed_config(tmp_path, model_type="no-such-type")
     assert "does not know model type 'no-such-type'" in refusal(UnsupportedError, tmp_path)
+
+
+def test_rotary_settings_of_transformers_5_are_never_ignored(tmp_path: Path) -> None:
+    saved(tiny(), tmp_path)
+    changed_config(
+        tmp_path, rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 5e5}
+    )
+    if not TRANSFORMERS_5:
+        assert "written by transformers 5" in refusal(UnsupportedError, tmp_path)
+        return
+    config = open_source(str(tmp_path)).config
+    assert config is not None
+    assert config.rope_parameters["rope_theta"] == 5e5
 
 
 def as_bin(folder: Path, content: Any) -> Path:
