@@ -260,14 +260,15 @@ def empty_decoder(config: Any, dtype: torch.dtype, attention: str) -> PreTrained
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
+    factory: Any = AutoModelForCausalLM  # without types in transformers
     config = deepcopy(config)
     config._attn_implementation = attention
     with init_empty_weights(include_buffers=False):
         try:
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model: PreTrainedModel = factory.from_config(config, dtype=dtype)
         except (KeyError, ValueError):  # a model that chooses its attention class by this name
             config._attn_implementation = "eager"
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = factory.from_config(config, dtype=dtype)
     if TRANSFORMERS_5:
         for part in model.modules():
             part_config = getattr(part, "config", None)
