@@ -2,14 +2,13 @@
 
 The first road goes through transformers' own attention and expert interfaces, so that an attention
 is one `qopt::attention` node, its window and scale taken from the call and from the mask function
-that the model asked for. What does not fit it takes the second road: the model's own attention stays
-aten and its cache is explicit, through `Cache.update`.
+that the model asked for. What does not fit it takes the second road: the model's own attention
+stays aten and its cache is explicit, through `Cache.update`.
 """
 
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,19 +20,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface
 
 from qopt import compat
-from qopt.errors import UnsupportedError, UsageError
+from qopt.binding import bind_weights
+from qopt.errors import UnsupportedError
 from qopt.experts import call_experts
-from qopt.graph import Graph, set_attribute
+from qopt.export import DoesNotFit, capture_module, fake_mode_of, graph_of, quiet, reason_of
+from qopt.graph import Graph
 from qopt.info import LayerInfo, ModelInfo
 from qopt.ops import OPS
-from qopt.weights import AbsentSource, LazyWeight
-
-from qopt.binding import bind_weights
+from qopt.weights import LazyWeight
 
 if TYPE_CHECKING:
     from qopt.sources import ModelSource
@@ -42,10 +41,6 @@ if TYPE_CHECKING:
 BATCH, NEW, PAST = 2, 3, 5
 INTERFACE = "qopt"
 FAR = 1 << 20  # a position beyond any window that a mask could have
-
-
-class DoesNotFit(Exception):
-    """The model does something that the first road cannot express; the text says what."""
 
 
 @dataclass(frozen=True)
@@ -87,18 +82,20 @@ class Recording:
 _recording: Recording | None = None
 
 
-class ImpliedCache(Cache):  # type: ignore[misc]
+class ImpliedCache(Cache):
     """Stands in for the cache on the first road: hands the new keys back, the op holds the past."""
 
     def __init__(self, recording: Recording, layers: int) -> None:
         self.recording, self.count, self.layers = recording, layers, []
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> Any:
         """Note the new keys and values of a layer."""
         if layer_idx in self.recording.updates:
             raise DoesNotFit(f"layer {layer_idx} writes its cache twice")
-        self.recording.updates[layer_idx] = key, value
-        return key, value
+        self.recording.updates[layer_idx] = key_states, value_states
+        return key_states, value_states
 
     def get_seq_length(self, layer_idx: int | None = 0, *_: Any) -> Any:
         """Tokens already cached."""
@@ -150,12 +147,14 @@ class ExplicitCache(ImpliedCache):
         super().__init__(recording, len(past))
         self.past = past
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> Any:
         """Join past and new; the result is also the graph's output."""
         if layer_idx in self.recording.updates:
             raise DoesNotFit(f"layer {layer_idx} writes its cache twice")
         past_key, past_value = self.past[layer_idx]
-        joined = torch.cat([past_key, key], 2), torch.cat([past_value, value], 2)
+        joined = torch.cat([past_key, key_states], 2), torch.cat([past_value, value_states], 2)
         self.recording.updates[layer_idx] = joined
         return joined
 
@@ -203,7 +202,14 @@ def classify(mask_function: Callable[..., Any]) -> Visibility:
     return found
 
 
-IGNORED = {"dropout", "training", "output_attentions", "use_cache", "cache_position", "position_ids"}
+IGNORED = {
+    "dropout",
+    "training",
+    "output_attentions",
+    "use_cache",
+    "cache_position",
+    "position_ids",
+}
 
 
 def record_attention(
@@ -313,7 +319,7 @@ class ExplicitStep(nn.Module):
 def call_model(
     model: nn.Module, ids: Tensor, mask: Tensor | None, positions: Tensor | None, cache: Any
 ) -> Tensor:
-    """Call a transformers decoder under the names of this version's arguments; returns its logits."""
+    """Call a transformers decoder under this version's names of arguments; returns its logits."""
     accepted = inspect.signature(model.forward).parameters
     name = "cache" if "cache" in accepted else "past_key_values"
     if name not in accepted:
@@ -330,7 +336,7 @@ def call_model(
     return model(**given, return_dict=True).logits  # type: ignore[no-any-return]
 
 
-class KnownValues(TorchDispatchMode):
+class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows, through a run on fake tensors, the integers whose values are known.
 
     `leaks` lists every known tensor that meets an unknown one, in order: two runs with equal leaks
@@ -338,7 +344,7 @@ class KnownValues(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.values: dict[int, tuple[Tensor, Tensor]] = {}
         self.leaks: list[tuple[str, Tensor]] = []
 
@@ -374,7 +380,7 @@ class KnownValues(TorchDispatchMode):
                 self.know(fake, value)
 
 
-def default_positions_are_plain(model: nn.Module, config: Any) -> bool:
+def default_positions_are_plain(model: PreTrainedModel, config: Any) -> bool:
     """Whether the model, given no position ids, counts 0, 1, 2, ... as we would."""
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return False
@@ -409,7 +415,7 @@ def default_positions_are_plain(model: nn.Module, config: Any) -> bool:
 def same_values(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors hold the same once broadcast: one row of positions serves every row."""
     try:
-        a, b = torch.broadcast_tensors(a, b)
+        a, b = torch.broadcast_tensors(a, b)  # type: ignore[no-untyped-call]
     except RuntimeError:
         return False
     return torch.equal(a, b)
@@ -472,24 +478,6 @@ def stateful(model: nn.Module) -> None:
     model.requires_grad_(False)
 
 
-def reason_of(error: Exception) -> str:
-    """The first line of an error, with its kind where it says little by itself."""
-    cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    lines = str(cause).strip().splitlines()
-    text = lines[0] if lines else type(cause).__name__
-    return text if isinstance(cause, DoesNotFit) else f"{type(cause).__name__}: {text}"
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence what torch.export warns about on every model."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 @contextmanager
 def patched_rope(model: nn.Module) -> Iterator[None]:
     """Put qopt's stateless form of length-dependent rotary embeddings into the model."""
@@ -499,7 +487,7 @@ def patched_rope(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def first_road(model: nn.Module, config: Any, dtype: torch.dtype, positions: bool) -> Graph:
+def first_road(model: PreTrainedModel, config: Any, dtype: torch.dtype, positions: bool) -> Graph:
     """Attention and experts as one node each, the cache implied."""
     compat.set_attention(model, INTERFACE)
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
@@ -533,7 +521,7 @@ def cache_layers(recording: Recording) -> list[LayerInfo]:
     return [recording.layers[n] for n in sorted(recording.layers)]
 
 
-def second_road(model: nn.Module, config: Any, dtype: torch.dtype, positions: bool) -> Graph:
+def second_road(model: PreTrainedModel, config: Any, dtype: torch.dtype, positions: bool) -> Graph:
     """The model's own attention as aten, the cache as inputs and outputs."""
     compat.set_attention(model, "eager")
     shapes = cache_shapes(model, config, dtype)
@@ -596,7 +584,8 @@ def counts_tokens(graph: Graph, positions: bool) -> bool:
 
 def reach(node: fx.Node, depth: int) -> set[fx.Node]:
     """Nodes at most `depth` uses after `node`."""
-    found, frontier = set(), {node}
+    found: set[fx.Node] = set()
+    frontier = {node}
     for _ in range(depth):
         frontier = {user for n in frontier for user in n.users} - found
         found |= frontier
@@ -604,7 +593,7 @@ def reach(node: fx.Node, depth: int) -> set[fx.Node]:
 
 
 def cache_shapes(
-    model: nn.Module, config: Any, dtype: torch.dtype
+    model: PreTrainedModel, config: Any, dtype: torch.dtype
 ) -> list[tuple[int, int, int]]:
     """(heads, key size, value size) of each layer, seen once on fake tensors of fixed size."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -616,9 +605,11 @@ def cache_shapes(
         call_model(model, ids, recording.mask, None, cache)
     if not recording.updates:
         raise DoesNotFit("the model never writes a KV cache")
-    for key, value in recording.updates.values():
+    for key, _ in recording.updates.values():
         if key.dim() != 4 or key.shape[2] != NEW:
-            raise DoesNotFit(f"a cache of shape {tuple(key.shape)} is not (batch, heads, tokens, size)")
+            raise DoesNotFit(
+                f"a cache of shape {tuple(key.shape)} is not (batch, heads, tokens, size)"
+            )
     return [
         (int(k.shape[1]), int(k.shape[3]), int(v.shape[3]))
         for _, (k, v) in sorted(recording.updates.items())
@@ -627,121 +618,19 @@ def cache_shapes(
 
 def rename_inputs(graph: Graph, layers: int) -> None:
     """Give the cache inputs the artifact's names."""
-    past = [n for n in graph.inputs if n.name not in ("input_ids", "attention_mask", "position_ids")]
+    past = [
+        n for n in graph.inputs if n.name not in ("input_ids", "attention_mask", "position_ids")
+    ]
     if len(past) != 2 * layers:
         raise DoesNotFit(f"{len(past)} cache inputs for {layers} layers")
     for i, node in enumerate(past):
         node.meta["input"] = f"past_key_values.{i // 2}.{('key', 'value')[i % 2]}"
 
 
-def capture_module(source: ModelSource, dtype: torch.dtype) -> Graph:
-    """Capture any other module, or take a program that was exported before."""
-    program = source.program
-    if program is None:
-        module = source.module
-        assert module is not None
-        stateful(module)
-        args, shapes = source.args, source.dynamic_shapes
-        if shapes is None:
-            shapes = batch_dimension(args)
-        try:
-            with quiet(), torch.no_grad():
-                program = torch.export.export(module, args, dynamic_shapes=shapes, strict=False)
-        except Exception as error:
-            raise UnsupportedError(
-                f"{type(module).__name__} cannot be exported", why=reason_of(error)
-            ) from error
-    names = [
-        spec.arg.name if hasattr(spec.arg, "name") else f"output_{i}"
-        for i, spec in enumerate(program.graph_signature.output_specs)
-    ]
-    info = ModelInfo(kind="module", model_type=getattr(source.config, "model_type", None))
-    graph = graph_of(program, info, fake_mode_of(program), names)
-    bound = dict(source.tensors)
-    state = {**program.state_dict, **program.constants}
-    for node in [n for n in graph.nodes if n.op == "get_attr"]:
-        name = str(node.target)
-        if name in bound:
-            graph.weights[name] = bound[name]
-        elif isinstance(state.get(name), Tensor):
-            graph.weights[name] = LazyWeight.memory(state[name])
-    return graph
-
-
-def batch_dimension(args: tuple[Any, ...]) -> Any:
-    """Dimension 0 of every tensor is the batch, where they agree and it is not 1."""
-    tensors = [a for a in tree_leaves(args) if isinstance(a, Tensor) and a.dim()]
-    sizes = {a.shape[0] for a in tensors}
-    if len(sizes) != 1 or sizes <= {0, 1}:
-        return None
-    dynamic = torch.export.Dim.DYNAMIC
-    return tree_map(
-        lambda a: {0: dynamic} if isinstance(a, Tensor) and a.dim() else None, tuple(args)
-    )
-
-
-def fake_mode_of(program: torch.export.ExportedProgram) -> FakeTensorMode:
-    """The mode that the program's values belong to."""
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        if hasattr(value, "fake_mode"):
-            return value.fake_mode  # type: ignore[no-any-return]
-    raise UsageError("the program has no tensor")
-
-
-def graph_of(
-    program: torch.export.ExportedProgram, info: ModelInfo, mode: FakeTensorMode, names: list[str]
-) -> Graph:
-    """Turn an exported program into a `Graph`: parameters become `get_attr`, results keep order."""
-    signature = program.graph_signature
-    lifted = {
-        **signature.inputs_to_parameters,
-        **signature.inputs_to_buffers,
-        **signature.inputs_to_lifted_tensor_constants,
-    }
-    if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
-        changed = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
-        raise DoesNotFit(f"the model writes into its own state: {', '.join(changed)}")
-    module = fx.GraphModule({}, fx.Graph())
-    copies: dict[fx.Node, fx.Node] = {}
-    weights: dict[str, LazyWeight] = {}
-    for node in program.graph.nodes:
-        if node.op == "placeholder" and node.name in lifted:
-            name = lifted[node.name]
-            if info.kind == "decoder":  # the step module holds the model under this name
-                name = name.removeprefix("model.")
-            set_attribute(module, name, node.meta["val"])
-            weights[name] = LazyWeight.of(
-                AbsentSource(tuple(node.meta["val"].shape), node.meta["val"].dtype, name)
-            )
-            copies[node] = module.graph.get_attr(name)
-            constant = program.constants.get(lifted[node.name])
-            if isinstance(constant, Tensor) and not hasattr(constant, "fake_mode"):
-                weights[name] = LazyWeight.memory(constant)
-        elif node.op == "output":
-            results = [n for n in node.args[0] if isinstance(n, fx.Node)]
-            copies[node] = module.graph.output([copies[n] for n in results])
-            continue
-        else:
-            copies[node] = module.graph.node_copy(node, copies.__getitem__)
-        copies[node].meta = {
-            k: v for k, v in node.meta.items() if k in ("val", "stack_trace", "nn_module_stack")
-        }
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            shape = getattr(node.meta.get("val"), "shape", ())
-            node.meta["dynamic"] = tuple(
-                i for i, dim in enumerate(shape) if isinstance(dim, torch.SymInt)
-            )
-    module.recompile()
-    graph = Graph(module, weights, info, mode, names)
-    return graph
-
-
 def attach_weights(
     graph: Graph, model: nn.Module, bound: dict[str, LazyWeight], dtype: torch.dtype
 ) -> None:
-    """Give every `get_attr` its weight: from the checkpoint, or a small buffer that the model made."""
+    """Give every `get_attr` its weight: from the checkpoint, or a buffer that the model made."""
     buffers = dict(model.named_buffers())
     for node in graph.nodes:
         if node.op != "get_attr":
@@ -763,10 +652,16 @@ def describe_model(info: ModelInfo, source: ModelSource) -> None:
         setattr(info, name, int(value) if isinstance(value, int) else None)
     heads = getattr(config, "num_attention_heads", None)
     info.attention_heads = heads if isinstance(heads, int) else None
-    context = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    context = getattr(config, "max_position_embeddings", None) or getattr(
+        config, "n_positions", None
+    )
     info.context_length = context if isinstance(context, int) else None
-    info.bos_token_id = scalar(generation.get("bos_token_id", getattr(config, "bos_token_id", None)))
-    info.pad_token_id = scalar(generation.get("pad_token_id", getattr(config, "pad_token_id", None)))
+    info.bos_token_id = scalar(
+        generation.get("bos_token_id", getattr(config, "bos_token_id", None))
+    )
+    info.pad_token_id = scalar(
+        generation.get("pad_token_id", getattr(config, "pad_token_id", None))
+    )
     ids: list[int] = []
     for found in (getattr(config, "eos_token_id", None), generation.get("eos_token_id")):
         for value in found if isinstance(found, list | tuple) else [found]:
