@@ -238,7 +238,7 @@ def run_command(
 def _prompt(model: Model, text: str, chat: bool | None, system: str | None) -> Any:
     """Plain text, or the messages of a chat where there is a template."""
     if chat is None:
-        chat = model.tokenizer._template is not None
+        chat = model.tokenizer.has_chat_template
     if not chat:
         return text
     before = [{"role": "system", "content": system}] if system is not None else []

@@ -205,23 +205,31 @@ class Graph:
         return None
 
     def interpret(
-        self, inputs: dict[str, Tensor], cache: dict[int, tuple[Tensor, Tensor]] | None = None
+        self,
+        inputs: dict[str, Tensor],
+        cache: dict[int, tuple[Tensor, Tensor]] | None = None,
+        load: Callable[[LazyWeight], Tensor] = LazyWeight.evaluate,
     ) -> dict[str, Tensor]:
         """Run the graph on real tensors, reading each weight at its use and freeing after last use.
 
         `cache` serves a graph whose KV cache is still implied: keys and values by layer, read and
-        extended in place.
+        extended in place. `load` evaluates a weight.
         """
         with torch.no_grad():
-            results = _Interpreter(self, {} if cache is None else cache).run_graph(inputs)
+            results = _Interpreter(self, {} if cache is None else cache, load).run_graph(inputs)
         return dict(zip(self.outputs, results, strict=True))
 
 
 class _Interpreter:
     """Runs nodes in order; a value lives until its last user ran."""
 
-    def __init__(self, graph: Graph, cache: dict[int, tuple[Tensor, Tensor]]) -> None:
-        self.graph, self.cache = graph, cache
+    def __init__(
+        self,
+        graph: Graph,
+        cache: dict[int, tuple[Tensor, Tensor]],
+        load: Callable[[LazyWeight], Tensor],
+    ) -> None:
+        self.graph, self.cache, self.load = graph, cache, load
         self.env: dict[Node, Any] = {}
 
     def run_graph(self, inputs: dict[str, Tensor]) -> list[Tensor]:
@@ -243,7 +251,7 @@ class _Interpreter:
     def _value(self, node: Node) -> Any:
         """What a node holds; a weight is read anew at each use, so that none outlives its call."""
         if node.op == "get_attr":
-            return self.graph.weights[str(node.target)].evaluate()
+            return self.load(self.graph.weights[str(node.target)])
         return self.env[node]
 
     def _call(self, node: Node) -> Any:

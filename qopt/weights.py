@@ -338,3 +338,23 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     """The elements in row-major order as bytes, without a copy where the tensor is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+class WeightCache:
+    """Evaluated weights, at most `limit` bytes of them, the least recently used going first."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.used = limit, 0
+        self.kept: dict[int, tuple[LazyWeight, Tensor]] = {}
+
+    def get(self, weight: LazyWeight) -> Tensor:
+        """The tensor, evaluated now unless it is kept."""
+        found = self.kept.pop(id(weight), None)
+        if found is None:
+            found = weight, weight.evaluate()
+            self.used += weight.nbytes
+        self.kept[id(weight)] = found
+        while self.used > self.limit and self.kept:
+            oldest, _ = self.kept.pop(next(iter(self.kept)))
+            self.used -= oldest.nbytes
+        return found[1]

@@ -1,0 +1,378 @@
+"""The pipeline, from a model to an artifact that is proven right before it is put into place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import qopt
+from qopt.artifact import (
+    ArtifactWriter,
+    Manifest,
+    SourceInfo,
+    TensorSpec,
+    Verdict,
+    default_output,
+    genai_config,
+    genai_refusal,
+    write_json,
+    write_log,
+    write_sidecars,
+)
+from qopt.check import GraphCheck, Job, Outcome, Verification, check_artifact
+from qopt.errors import GateError, ResourceError, UsageError
+from qopt.recipe import Recipe, size_in_bytes
+from qopt.report import CheckRow, LoweringRow, PassRow, Progress, Report, as_json
+from qopt.target import choose_dtype, choose_opset, find_target, short_name
+
+if TYPE_CHECKING:
+    from qopt.emit.onnx import Written
+    from qopt.graph import Graph
+    from qopt.rewrite import Pass, PassRecord
+    from qopt.sources import ModelSource
+
+
+@dataclass
+class CompileResult:
+    """What a compile leaves: the artifact's folder, the report, and what the user should know."""
+
+    out: Path
+    report: Report
+    notes: list[str] = field(default_factory=list)
+
+
+def compile(
+    model: str,
+    recipe: str = "low-latency",
+    out: str | Path | None = None,
+    *,
+    target: str | None = None,
+    dtype: str | None = None,
+    opset: str | None = None,
+    logits: str | None = None,
+    check: str | None = None,
+    sets: Sequence[str] = (),
+    add: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    stop_after: str | None = None,
+    explain: Sequence[str] = (),
+    dump: str | Path | None = None,
+    plugins: Sequence[str] = (),
+    adapter: str | Path | None = None,
+    revision: str | None = None,
+    no_weights: bool = False,
+    keep_rejected: bool = False,
+    max_ram: str | None = None,
+    progress: Progress | None = None,
+) -> CompileResult:
+    """Compile MODEL by a recipe into the folder `out`.
+
+    Raises a `QoptError` of the kind that fits; whatever happens, `out` is whole or as it was.
+    """
+    progress = progress or Progress(quiet=True)
+    out = Path(out) if out is not None else default_output(model, recipe)
+    with progress.step("starting"):
+        from qopt import rewrite
+        from qopt.capture import capture
+        from qopt.emit.onnx import write_onnx
+        from qopt.sources import open_source
+
+        rewrite.load_builtin_passes()
+        digests = [rewrite.load_plugin(plugin) for plugin in plugins]
+        chosen = Recipe.resolve(
+            recipe,
+            rewrite.PASSES,
+            add=add,
+            sets=sets,
+            skip=skip,
+            stop_after=stop_after,
+            target=target,
+            dtype=dtype,
+            opset=opset,
+            logits=logits,
+            check="off" if no_weights else check,
+        )
+        place = find_target(chosen.target)
+        limit = choose_opset(place, chosen.opset)
+    with progress.step("opening the model"):
+        source = open_source(
+            model,
+            revision=revision,
+            adapter=Path(adapter) if adapter else None,
+            weights=not no_weights,
+        )
+        element, note = choose_dtype(place, chosen.dtype, source.dtype)
+    size = sum(w.nbytes // w.dtype.itemsize for w in source.tensors.values()) * element.itemsize
+    budget = memory_budget(max_ram)
+    announce_memory(progress, chosen.check, size, budget)
+    report = Report(notes=[*source.notes, *([note] if note else [])], timings=progress.timings)
+    with ArtifactWriter(out, size=size, keep_rejected=keep_rejected) as writer:
+        with progress.step("capturing"):
+            graph = capture(source, element)
+        with progress.step("rewriting"):
+            passes = configured(chosen, rewrite.PASSES)
+            watch = Watch(report, graph if chosen.check == "every-pass" else None, budget)
+            manager = rewrite.PassManager(
+                [item for item, _ in passes],
+                {item.name: expect for item, expect in passes if expect is not None},
+                explain,
+                Path(dump) if dump else None,
+                watch,
+            )
+            try:
+                manager.run(graph)
+            finally:
+                report.passes = [pass_row(record) for record in manager.records]
+        with progress.step("writing", size or None) as advance:
+            counted = Counted(advance)
+            written = write_onnx(graph, writer.folder, place, limit, counted)
+        del watch, manager
+        report.lowering = [
+            LoweringRow(c.op, c.implementation, c.count, told(c.refusals)) for c in written.choices
+        ]
+        report.notes += [*graph.notes, *written.notes, *fallback_notes(written)]
+        explained = [line for r in report_explain(passes, explain, graph) for line in r]
+        report.notes += explained
+        resolved = chosen.replace(dtype=short_name(element), opset=written.opset)
+        manifest = manifest_of(graph, written, resolved, source, model, digests, report, not no_weights)
+        write_folder(writer, graph, written, resolved, source, manifest)
+        writer.write_manifest(manifest)
+        if chosen.check != "off":
+            with progress.step("checking"):
+                found = final_check(writer.folder, model, revision, adapter)
+            conclude(report, manifest, found)
+            writer.write_manifest(manifest)
+            refuse_failed(found, out, keep_rejected)
+    write_logs(out, report, model, adapter, source)
+    return CompileResult(out, report, report.notes)
+
+
+@dataclass
+class Counted:
+    """Turns bytes done so far into steps of a progress bar."""
+
+    advance: Any
+    seen: int = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        """Tell the bar how much more is done."""
+        self.advance(done - self.seen)
+        self.seen = done
+
+
+class Watch:
+    """What happens after each pass: the check, where the recipe asks for it."""
+
+    def __init__(self, report: Report, graph: Graph | None, budget: int) -> None:
+        self.report = report
+        self.check = GraphCheck(graph, budget // 2) if graph is not None else None
+
+    def __call__(self, item: Pass, graph: Graph, record: PassRecord) -> None:
+        """Check the graph and keep the outcome."""
+        outcome = self.check(item, graph, record) if self.check else None
+        if outcome is not None:
+            self.report.checks.append(check_row(outcome))
+
+
+def configured(recipe: Recipe, registry: Any) -> list[tuple[Any, Any]]:
+    """The passes with their options; `logits:` decides what the last-token pass keeps."""
+    for entry in recipe.passes:
+        if entry.name == "last-token-logits":
+            entry.options["keep"] = 0 if recipe.logits == "all" else 1
+    return recipe.instances(registry)
+
+
+def memory_budget(max_ram: str | None) -> int:
+    """Bytes that this process may use: what was said, else what is free now."""
+    if max_ram is not None:
+        return int(size_in_bytes(max_ram))
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+        return free * 1024
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+BASE_MEMORY = 900 << 20  # torch, transformers and a captured graph
+
+
+def announce_memory(progress: Progress, check: str, size: int, budget: int) -> None:
+    """Say what the check needs, and refuse before starting what cannot fit."""
+    need = BASE_MEMORY + (2 * size if check != "off" else 128 << 20)
+    if check != "off" and size > 1 << 30:
+        progress.say(f"the check needs about {need / 1e9:.1f} GB of memory (--check off: 1.5)")
+    if need > budget:
+        raise ResourceError(
+            f"about {need / 1e9:.1f} GB of memory are needed, {budget / 1e9:.1f} GB may be used",
+            why="the check loads the whole model" if check != "off" else None,
+            todo="compile with --check off, or allow more with --max-ram" if check != "off" else None,
+        )
+
+
+def pass_row(record: PassRecord) -> PassRow:
+    """A pass's record as a row of the report."""
+    return PassRow(record.name, record.rewrites, record.before, record.after, record.ms / 1e3)
+
+
+def check_row(outcome: Outcome) -> CheckRow:
+    """A probe as a row of the report."""
+    return CheckRow(outcome.probe, outcome.figures, outcome.limits, outcome.passed)
+
+
+def told(refusals: dict[str, int]) -> list[str]:
+    """Reasons with how often each was given."""
+    return [f"{reason} ({count}x)" if count > 1 else reason for reason, count in refusals.items()]
+
+
+def fallback_notes(written: Written) -> list[str]:
+    """What went through torchlib, and what was kept once."""
+    notes = [f"{name}: written by torchlib ({n}x)" for name, n in written.fallbacks.items()]
+    if written.shared:
+        notes.append(f"{written.shared / 1e6:,.1f} MB of equal weights are stored once")
+    return notes
+
+
+def report_explain(passes: Sequence[tuple[Any, Any]], names: Sequence[str], graph: Graph) -> list[list[str]]:
+    """What each pass that was asked about left, and why."""
+    known = {item.name for item, _ in passes}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UsageError(f"--explain {unknown[0]}: the recipe has no such pass")
+    return []
+
+
+def manifest_of(
+    graph: Graph,
+    written: Written,
+    recipe: Recipe,
+    source: ModelSource,
+    model: str,
+    plugins: list[str],
+    report: Report,
+    weights: bool,
+) -> Manifest:
+    """The manifest, still without files and verdicts."""
+    inputs = [TensorSpec(name=n, dtype=d, shape=s) for n, d, s in written.inputs]
+    outputs = [TensorSpec(name=n, dtype=d, shape=s) for n, d, s in written.outputs]
+    return Manifest(
+        target=recipe.target,
+        dtype=str({"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[recipe.dtype]),
+        opset=written.opset,
+        ir_version=written.ir_version,
+        model=graph.info,
+        source=SourceInfo(
+            kind=source_kind(source), id=source.identity or None, digest=source.digest if weights else None
+        ),
+        adapter=source.adapter.digest if source.adapter else None,
+        plugins=plugins,
+        inputs=inputs,
+        outputs=outputs,
+        shared_buffer=written.shared_buffer,
+        logits=recipe.logits,
+        preset=recipe.generation.preset,
+        weights=weights,
+        notes=[*report.notes],
+    )
+
+
+def source_kind(source: ModelSource) -> str:
+    """Where the model came from, in a word."""
+    if source.program is not None:
+        return "pt2"
+    if source.module is not None:
+        return "function"
+    if source.identity:
+        return "hub" if "/" in source.identity else "demo"
+    return "gguf" if source.where.endswith(".gguf") else "folder"
+
+
+def write_folder(
+    writer: ArtifactWriter,
+    graph: Graph,
+    written: Written,
+    recipe: Recipe,
+    source: ModelSource,
+    manifest: Manifest,
+) -> None:
+    """Everything beside the graph: configs, tokenizer, resolved recipe."""
+    if written.data_hash:
+        writer.add_hash("model.onnx.data", written.data_size, written.data_hash)
+    (writer.folder / "recipe.yaml").write_text(recipe.dump(), encoding="utf-8")
+    if graph.info.kind != "decoder":
+        return
+    config = source.config.to_dict() if source.config is not None and source.folder is None else None
+    write_sidecars(writer.folder, source.folder, config=config)
+    refusal = genai_refusal(graph.info, manifest.inputs, manifest.outputs)
+    if refusal is not None:
+        manifest.notes.append(f"onnxruntime-genai does not load it: {refusal}")
+        return
+    settings = genai_config(graph.info, manifest.inputs, shared_buffer=written.shared_buffer)
+    write_json(writer.folder / "genai_config.json", settings)
+
+
+def final_check(
+    folder: Path, model: str, revision: str | None, adapter: str | Path | None
+) -> Verification:
+    """Compare the artifact with the model in a new process."""
+    return check_artifact(Job(str(folder), model, revision, str(adapter) if adapter else None))
+
+
+def conclude(report: Report, manifest: Manifest, found: Verification) -> None:
+    """Put the check's outcome into report and manifest; the manifest keeps verdicts alone."""
+    report.checks += [check_row(p) for p in found.probes]
+    report.notes += found.notes
+    manifest.notes += found.notes
+    manifest.checks = [
+        Verdict(probe=p.probe, limits=p.limits, passed=p.passed) for p in found.probes
+    ]
+
+
+def refuse_failed(found: Verification, out: Path, keep: bool) -> None:
+    """Withhold an artifact that does not compute the model."""
+    failed = [p for p in found.probes if not p.passed]
+    if not failed:
+        return
+    worst = failed[0]
+    raise GateError(
+        f"the artifact differs from the model in {len(failed)} of {len(found.probes)} probes",
+        where=f"probe {worst.probe}",
+        why=", ".join(
+            f"{name} {worst.figures[name]:.3g} exceeds {most:.3g}"
+            for name, most in worst.limits.items()
+            if not worst.figures[name] <= most
+        ),
+        todo=f"it is kept as {out}.rejected" if keep else "--keep-rejected keeps it for a look",
+    )
+
+
+def write_logs(
+    out: Path, report: Report, model: str, adapter: str | Path | None, source: ModelSource
+) -> None:
+    """What belongs to this run and not to the artifact: figures, timings, places."""
+    place = Path(model)
+    write_log(
+        out,
+        report=as_json(report),
+        source={
+            "model": str(place.resolve()) if place.exists() else model,
+            "adapter": str(Path(adapter).resolve()) if adapter else None,
+        },
+        environment=environment(),
+    )
+
+
+def environment() -> dict[str, str]:
+    """Versions that decided the output."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"qopt": qopt.__version__}
+    for name in ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
