@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -32,6 +32,7 @@ from qopt.export import DoesNotFit, capture_module, fake_mode_of, graph_of, quie
 from qopt.graph import Graph
 from qopt.info import LayerInfo, ModelInfo
 from qopt.ops import OPS
+from qopt.ragged import rows_are_independent
 from qopt.weights import LazyWeight
 
 if TYPE_CHECKING:
@@ -352,12 +353,18 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """State that `fake` holds `real`."""
         self.values[id(fake)] = fake, real
 
+    def real(self, tensor: Tensor) -> Tensor | None:
+        """What a tensor holds: a fake one that is known, or a small buffer of the model itself."""
+        if id(tensor) in self.values:
+            return self.values[id(tensor)][1]
+        return None if isinstance(tensor, FakeTensor) else tensor
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op on fake tensors, and on the real ones where all of them are known."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        known = [self.values[id(t)][1] for t in tensors if id(t) in self.values]
+        known = [value for value in map(self.real, tensors) if value is not None]
         if len(known) < len(tensors):
             self.leaks += [(str(func), value) for value in known]
             return out
@@ -367,14 +374,14 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        def real(x: Any) -> Any:
-            return self.values[id(x)][1] if isinstance(x, Tensor) else x
+        def given(x: Any) -> Any:
+            return self.real(x) if isinstance(x, Tensor) else x
 
         sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, Tensor)]
         if sum(sizes) > 1 << 16 or "rand" in str(func) or "empty" in str(func):
             return
         with _disable_current_modes():
-            result = func(*tree_map(real, args), **tree_map(real, kwargs))
+            result = func(*tree_map(given, args), **tree_map(given, kwargs))
         for fake, value in zip(tree_leaves(out), tree_leaves(result), strict=True):
             if isinstance(fake, Tensor):
                 self.know(fake, value)
@@ -451,8 +458,9 @@ def capture_decoder(source: ModelSource, dtype: torch.dtype) -> Graph:
     model = compat.empty_decoder(config, dtype, INTERFACE)
     bound = bind_weights(model, source)
     stateful(model)
-    with patched_rope(model):
-        positions = default_positions_are_plain(model, config)
+    with patched_rope(model) as by_length:
+        with quiet():
+            positions = default_positions_are_plain(model, config)
         reasons = []
         for road in (first_road, second_road):
             try:
@@ -467,6 +475,8 @@ def capture_decoder(source: ModelSource, dtype: torch.dtype) -> Graph:
             )
     attach_weights(graph, model, bound, dtype)
     describe_model(graph.info, source)
+    # Frequencies that follow the longest row of a batch are not those of a shorter row alone.
+    graph.info.ragged = not by_length and rows_are_independent(graph, config)
     if reasons:
         graph.notes.append(f"attention stays as the model writes it ({reasons[0]})")
     return graph
@@ -479,12 +489,12 @@ def stateful(model: nn.Module) -> None:
 
 
 @contextmanager
-def patched_rope(model: nn.Module) -> Iterator[None]:
-    """Put qopt's stateless form of length-dependent rotary embeddings into the model."""
+def patched_rope(model: nn.Module) -> Iterator[bool]:
+    """Put qopt's stateless form of length-dependent rotary embeddings in; yields if it has any."""
     from qopt.rope import stateless
 
-    with stateless(model):
-        yield
+    with stateless(model) as changed:
+        yield changed
 
 
 def first_road(model: PreTrainedModel, config: Any, dtype: torch.dtype, positions: bool) -> Graph:
@@ -557,39 +567,10 @@ def second_road(model: PreTrainedModel, config: Any, dtype: torch.dtype, positio
     info = ModelInfo(
         kind="decoder",
         layers=[LayerInfo(kv_heads=h, key_size=k, value_size=v) for h, k, v in shapes],
-        ragged=False,
     )
     graph = graph_of(program, info, fake_mode_of(program), names)
     rename_inputs(graph, len(shapes))
-    info.ragged = counts_tokens(graph, positions)
     return graph
-
-
-def counts_tokens(graph: Graph, positions: bool) -> bool:
-    """Whether positions come from the caller or the mask, and no window counts cache slots.
-
-    A model of the second road that numbers cache slots is wrong on the holes that padding leaves.
-    """
-    cumulative = bool(graph.find(torch.ops.aten.cumsum.default))
-    arange = graph.find(
-        torch.ops.aten.arange.default, torch.ops.aten.arange.start, torch.ops.aten.arange.start_step
-    )
-    subtracts = any(
-        user.target in (torch.ops.aten.sub.Tensor, torch.ops.aten.rsub.Scalar)
-        for node in arange
-        for user in reach(node, 6)
-    )
-    return (positions or cumulative) and not subtracts
-
-
-def reach(node: fx.Node, depth: int) -> set[fx.Node]:
-    """Nodes at most `depth` uses after `node`."""
-    found: set[fx.Node] = set()
-    frontier = {node}
-    for _ in range(depth):
-        frontier = {user for n in frontier for user in n.users} - found
-        found |= frontier
-    return found
 
 
 def cache_shapes(
