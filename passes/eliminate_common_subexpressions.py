@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
-from qopt.canonical import effect, written
+from qopt.canonical import FRESH, effect, written
 from qopt.graph import Graph
 from qopt.rewrite import Pass
-
-FRESH = {
-    torch.ops.aten.empty.memory_format,
-    torch.ops.aten.empty_like.default,
-    torch.ops.aten.new_empty.default,
-    torch.ops.aten.empty_strided.default,
-    torch.ops.aten.new_empty_strided.default,
-}
 
 
 class EliminateCommonSubexpressions(Pass):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from qopt.canonical import effect, value
+from qopt.canonical import FRESH, effect, near, value, written
 from qopt.graph import Graph
 from qopt.rewrite import Pass
 from qopt.weights import LazyWeight
@@ -28,21 +28,23 @@ class FoldConstants(Pass):
 
     Why: what no input changes need not be computed at every step.
     Needs: `canonicalize`.
-    Leaves: results above `budget` bytes, which are computed from their (shared, or packed) weights
-    at run time: folding never unpacks a weight and never copies a large one. Also random and
-    mutating calls. Folding is lazy: it adds a transform and evaluates nothing.
+    Leaves: packed weights (8- and 32-bit integers of two or more dimensions), which are never
+    unpacked, and results that would make the weights grow by more than `budget` bytes, as a second
+    form of a shared matrix would. Also random calls, and memory that is written to. Folding is
+    lazy: it adds a transform and evaluates nothing.
     """
 
     name = "fold-constants"
     after = ("canonicalize",)
 
-    budget: int = 1 << 20  # bytes of one folded result
+    budget: int = 1 << 16  # bytes by which one folded result may outgrow what it replaces
 
     def run(self, graph: Graph) -> int:
         """Fold in order; returns the number of calls that became weights."""
         count = 0
+        touched = written(graph)
         for node in graph.nodes:
-            if node._erased or not self._foldable(graph, node):
+            if node._erased or near(node, touched) or not self._foldable(graph, node):
                 continue
             weight = folded(graph, node)
             with graph.before(node):
@@ -52,14 +54,22 @@ class FoldConstants(Pass):
         return count
 
     def _foldable(self, graph: Graph, node: fx.Node) -> bool:
-        if node.op != "call_function" or effect(node):
+        if node.op != "call_function" or effect(node) or node.target in FRESH:
             return False
         result = value(node)
         if not isinstance(result, Tensor) or any(isinstance(s, torch.SymInt) for s in result.shape):
             return False
-        if result.numel() * result.dtype.itemsize > self.budget:
+        weights = [graph.weight(source) for source in node.all_input_nodes]
+        if any(weight is None or packed(weight) for weight in weights):
             return False
-        return all(graph.weight(source) is not None for source in node.all_input_nodes)
+        replaced = [source for source in node.all_input_nodes if len(source.users) == 1]
+        freed = sum(weight.nbytes for weight in map(graph.weight, replaced) if weight)
+        return result.numel() * result.dtype.itemsize - freed <= self.budget
+
+
+def packed(weight: LazyWeight) -> bool:
+    """Whether a weight looks like the packed or quantized form of a matrix."""
+    return len(weight.shape) > 1 and weight.dtype in (torch.uint8, torch.int8, torch.int32)
 
 
 def folded(graph: Graph, node: fx.Node) -> LazyWeight:

@@ -18,6 +18,7 @@ aten = torch.ops.aten
 ROTARY = OPS["rotary"].target
 POINTWISE = {aten.cos.default, aten.sin.default, aten.to.dtype, aten.neg.default}
 HALVES, PAIRS = "halves", "pairs"
+Halved = dict[tuple[fx.Node, str], fx.Node]  # a table and how it repeats, to its half
 Piece = tuple[int, int, int]  # start, stop, step
 
 
@@ -45,10 +46,11 @@ class FuseRotaryEmbedding(Pass):
     def run(self, graph: Graph) -> int:
         """Fuse every rotation, then the joins around partial ones."""
         count = 0
+        halved: Halved = {}
         for node in graph.nodes:
             if node._erased:
                 continue
-            new = self._sum(graph, node) or self._join(graph, node)
+            new = self._sum(graph, node, halved) or self._join(graph, node)
             if new is not None:
                 graph.replace(node, new)
                 count += 1
@@ -67,7 +69,7 @@ class FuseRotaryEmbedding(Pass):
                 left.append(f"{describe(node)}: joined, but not recognised as a rotation")
         return left
 
-    def _sum(self, graph: Graph, node: fx.Node) -> fx.Node | None:
+    def _sum(self, graph: Graph, node: fx.Node, halved: Halved) -> fx.Node | None:
         """`x * cos + turned * sin`."""
         if node.target is not aten.add.Tensor or node.kwargs:
             return None
@@ -76,7 +78,7 @@ class FuseRotaryEmbedding(Pass):
             for (x, cos), (turned, sin) in product_pairs(plain, crossed):
                 form = turned_form(turned, x)
                 if form is not None:
-                    return build(graph, node, x, cos, sin, form)
+                    return build(graph, node, x, (cos, sin), form, halved)
         return None
 
     def _join(self, graph: Graph, node: fx.Node) -> fx.Node | None:
@@ -186,20 +188,30 @@ def half_width(first: Any, second: Any) -> tuple[fx.Node, fx.Node, fx.Node] | No
 
 
 def build(
-    graph: Graph, node: fx.Node, x: fx.Node, cos: fx.Node, sin: fx.Node, form: str
+    graph: Graph,
+    node: fx.Node,
+    x: fx.Node,
+    tables: tuple[fx.Node, fx.Node],
+    form: str,
+    halved: Halved,
 ) -> fx.Node | None:
     """Make the rotation, from tables halved where that is shown to be right."""
     with graph.before(node):
-        halves = [halve(graph, table, form) for table in (cos, sin)]
+        halves = [halve(graph, table, form, halved) for table in tables]
     if halves[0] is None or halves[1] is None:
         return None
     return place(graph, node, x, halves[0], halves[1], form == PAIRS)
 
 
-def halve(graph: Graph, table: Any, form: str) -> fx.Node | None:
-    """The distinct half of a full-width table, where its structure shows what repeats."""
+def halve(graph: Graph, table: Any, form: str, halved: Halved) -> fx.Node | None:
+    """The distinct half of a full-width table, where its structure shows what repeats.
+
+    A table is halved once: all layers rotate by the same angles, and a target sees that they do.
+    """
     if not isinstance(table, fx.Node):
         return None
+    if (table, form) in halved:
+        return halved[table, form]
     last = value(table).dim() - 1
     args: Any = table.args
     if table.target is aten.cat.default and form == HALVES:
@@ -213,8 +225,10 @@ def halve(graph: Graph, table: Any, form: str) -> fx.Node | None:
         parts, _ = joined(pairs)
         return parts[0] if parts[0] is parts[1] else None
     if through(table, last):
-        source = halve(graph, args[0], form)
-        return source and graph.call(cast(Any, table.target), source, *args[1:])
+        source = halve(graph, args[0], form, halved)
+        if source is not None:
+            halved[table, form] = graph.call(cast(Any, table.target), source, *args[1:])
+            return halved[table, form]
     return None
 
 

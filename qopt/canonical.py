@@ -88,7 +88,11 @@ def aliased(node: fx.Node) -> fx.Node | None:
     if all(result.alias_info is None for result in schema.returns):
         return None
     shared = (given for a, given in arguments(node) if a.alias_info is not None)
-    return next((given for given in shared if isinstance(given, fx.Node)), None)
+    base = next((given for given in shared if isinstance(given, fx.Node)), None)
+    held = node.meta.get("val")
+    if base is None or not isinstance(held, Tensor) or node.target is aten.view.dtype:
+        return base
+    return base if held.dtype == value(base).dtype else None  # a cast made new memory
 
 
 def arguments(node: fx.Node) -> list[tuple[Any, Any]]:
@@ -131,6 +135,15 @@ def near(node: fx.Node, touched: set[fx.Node]) -> bool:
         source in touched or not touched.isdisjoint(source.all_input_nodes) for source in sources
     )
 
+
+# Allocations: their memory is to be written, so no two are the same thing.
+FRESH = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.empty_strided.default,
+    aten.new_empty_strided.default,
+}
 
 ASSERTIONS = {
     aten._assert_tensor_metadata.default,

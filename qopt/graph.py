@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from qopt.errors import QoptError
 from qopt.info import ModelInfo
 from qopt.ops import OPS
-from qopt.weights import LazyWeight
+from qopt.weights import LazyWeight, equal_weights
 
 ATTENTION = OPS["attention"].target
 CACHED_ATTENTION = OPS["cached_attention"].target
@@ -83,7 +83,7 @@ class Graph:
 
     def add_weight(self, name: str, weight: LazyWeight) -> Node:
         """Add a weight and a node that reads it, at the current place of insertion."""
-        while name in self.weights:
+        while name in self.weights or hasattr(torch.nn.Module, name.rpartition(".")[2]):
             name += "_"
         self.weights[name] = weight
         with self.fake_mode:
@@ -142,6 +142,19 @@ class Graph:
         used = {str(node.target) for node in self.fx.nodes if node.op == "get_attr"}
         for name in [name for name in self.weights if name not in used]:
             del self.weights[name]
+
+    def share_weights(self) -> None:
+        """Let weights of equal content, whatever their names, be one weight with one node."""
+        same = equal_weights(self.weights)
+        readers = {str(node.target): node for node in self.fx.nodes if node.op == "get_attr"}
+        for name, first in same.items():
+            if name in readers and first in readers:
+                order = {node: i for i, node in enumerate(self.fx.nodes)}
+                if order[readers[first]] > order[readers[name]]:
+                    readers[name].prepend(readers[first])
+                readers[name].replace_all_uses_with(readers[first])
+                self.fx.erase_node(readers[name])
+        self.sweep()
 
     def listing(self) -> str:
         """One node a line, in order, with shapes: stable from run to run."""

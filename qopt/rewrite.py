@@ -211,8 +211,12 @@ class _Matcher:
         if isinstance(want, fx.Node):
             yield from self._unify_node(want, got, so_far)
         elif isinstance(want, list | tuple):
-            if isinstance(got, list | tuple) and len(want) == len(got):
+            if isinstance(got, list | tuple) and len(want) == len(got) and holds_nodes(want):
                 yield from self._unify_all(list(want), list(got), so_far)
+            elif isinstance(got, list | tuple) and list(want) == list(got):
+                yield so_far
+            else:
+                self.miss.note(len(so_far.nodes), f"{got} stands where the pattern has {want}")
         elif isinstance(want, float) and want in self.pattern.holes:
             name = self.pattern.holes[want]
             if isinstance(got, int | float) and so_far.values.get(name, got) == got:
@@ -263,6 +267,11 @@ class _Matcher:
             yield from self._unify_all(want[1:], got[1:], binding)
 
 
+def holds_nodes(values: Sequence[Any]) -> bool:
+    """Whether a list among a call's arguments holds tensors, not numbers."""
+    return any(isinstance(value, fx.Node) for value in values)
+
+
 class RewritePass(Pass):
     """A pass that is a list of patterns: ordinary functions, each with what replaces it.
 
@@ -284,13 +293,13 @@ class RewritePass(Pass):
         raise NotImplementedError
 
     def traced(self) -> list[Pattern]:
-        """Each pattern, traced once without casts and once with them."""
+        """Each pattern, traced without casts and with those of each low precision."""
         cache: dict[type, list[Pattern]] = _TRACED
         if type(self) not in cache:
             cache[type(self)] = [
                 trace_pattern(function, self.arguments(function), dtype)
                 for function in self.patterns
-                for dtype in (torch.float32, torch.bfloat16)
+                for dtype in (torch.float32, torch.float16, torch.bfloat16)
             ]
         return cache[type(self)]
 
