@@ -622,6 +622,7 @@ def attach_weights(
             graph.weights[name] = bound[name].cast(wanted)
         elif name in buffers and not hasattr(buffers[name], "fake_mode"):
             graph.weights[name] = LazyWeight.memory(buffers[name]).cast(wanted)
+    graph.share_weights()
 
 
 def describe_model(info: ModelInfo, source: ModelSource) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -422,13 +423,14 @@ class Probe:
 def decoder_probes(artifact: Artifact, reference: Reference, notes: list[str]) -> Iterator[Probe]:
     """Inputs that reach the bugs, none of a size that was traced."""
     info = artifact.manifest.model
-    rng = np.random.default_rng(SEED)
-    special = {i for i in (info.pad_token_id, info.bos_token_id, *info.eos_token_ids) if i is not None}
-    plain = np.array([i for i in range(info.vocab_size or 64) if i not in special] or [0])
+    tokens = probe_tokens(artifact)
     limit = info.context_length or LONGEST
+    at = 0
 
     def row(length: int) -> Array:
-        return rng.choice(plain, min(length, limit)).astype(np.int64)
+        nonlocal at
+        at += 37  # every row starts somewhere else
+        return np.resize(np.roll(tokens, -at), min(length, limit))
 
     def even(name: str, count: int, calls: list[int]) -> Probe:
         calls = fitted(calls, limit)
@@ -450,6 +452,26 @@ def decoder_probes(artifact: Artifact, reference: Reference, notes: list[str]) -
             continue
         yield even(f"past the window of {window}", 2, [window + 7, 1, 1])
         yield even(f"over the edge of the window of {window}", 2, [max(window - 1, 1), 1, 1, 1])
+
+
+def probe_tokens(artifact: Artifact) -> Array:
+    """Ids of a text that ships with qopt, or random ones where there is no tokenizer.
+
+    Text keeps a trained model where its logits are well conditioned: on random ids some states grow
+    a hundred times, and fp32 kernels that are all right differ by more than the limit.
+    """
+    info = artifact.manifest.model
+    path = artifact.folder / "tokenizer.json"
+    if path.is_file():
+        from tokenizers import Tokenizer
+
+        text = resources.files("qopt").joinpath("data/probe.txt").read_text(encoding="utf-8")
+        ids = Tokenizer.from_file(str(path)).encode(text, add_special_tokens=False).ids
+        if ids and max(ids) < (info.vocab_size or 0):
+            return np.array(ids, np.int64)
+    special = {info.pad_token_id, info.bos_token_id, *info.eos_token_ids}
+    plain = [i for i in range(info.vocab_size or 64) if i not in special] or [0]
+    return np.random.default_rng(SEED).choice(plain, 4096).astype(np.int64)
 
 
 def fitted(calls: list[int], limit: int) -> list[int]:

@@ -80,9 +80,11 @@ def lower(graph: Graph, target: Target, opset: int) -> list[Choice]:
     """Choose an implementation for every dialect op; returns the choices for the report."""
     context = Context(graph, target, opset)
     choices: dict[tuple[str, str], Choice] = {}
-    for node in graph.nodes:
+    needed = set(graph.results)
+    for node in reversed(graph.nodes):
         op = op_of(node)
-        if op is None:
+        if op is None or node not in needed:  # what a later node took in is not lowered by itself
+            needed.update(node.all_input_nodes if node in needed else ())
             continue
         refusals = []
         for implementation in IMPLEMENTATIONS.get((target.name, op), []):
@@ -91,12 +93,14 @@ def lower(graph: Graph, target: Target, opset: int) -> list[Choice]:
                 node.meta["implementation"] = implementation
                 break
             refusals.append(f"{implementation.name}: {reason}")
+        refusals += node.meta.pop("remarks", [])
         chosen = node.meta.get("implementation")
         name = chosen.name if chosen else "reference"
         choice = choices.setdefault((op, name), Choice(op, name))
         choice.count += 1
         for refusal in refusals:
             choice.refusals[refusal] = choice.refusals.get(refusal, 0) + 1
+        needed.update(sources(node))
         if chosen is None:
             decompose(graph, node)
     canonical.canonicalize(graph)

@@ -340,6 +340,34 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
+def fingerprint(weight: LazyWeight) -> str:
+    """A cheap hash: weights that are made alike of equal bytes agree in it, others hardly ever do."""
+    if weight.absent:
+        return weight.digest
+    if not weight._by_rows:
+        return f"{weight.name} {weight.params} {[fingerprint(part) for part in weight.inputs]}"
+    rows = weight.shape[0] if weight.shape else 1
+    digest = hashlib.sha256()
+    for row in sorted({0, rows // 2, max(rows - 1, 0)}) if rows else ():
+        digest.update(tensor_bytes(weight.rows(row, row + 1)))
+    return digest.hexdigest()
+
+
+def equal_weights(weights: dict[str, LazyWeight]) -> dict[str, str]:
+    """Names whose weight equals an earlier one, decided by content: name -> the earlier name."""
+    seen: dict[Any, list[str]] = {}
+    same: dict[str, str] = {}
+    for name, weight in weights.items():
+        key = weight.shape, weight.dtype, fingerprint(weight)
+        for other in seen.get(key, []):
+            if weight is weights[other] or weight.digest == weights[other].digest:
+                same[name] = other
+                break
+        else:
+            seen.setdefault(key, []).append(name)
+    return same
+
+
 class WeightCache:
     """Evaluated weights, at most `limit` bytes of them, the least recently used going first."""
 

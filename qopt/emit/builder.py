@@ -156,7 +156,7 @@ class Builder:
     def get(self, node: Any, dtype: torch.dtype | None = None) -> ir.Value:
         """The value of an argument: a node, or a number as a constant, cast to `dtype`."""
         if isinstance(node, fx.Node):
-            made = self.values[node]
+            made = self.value_of(node)
             held = value(node)
             if isinstance(held, torch.SymInt | torch.SymFloat | int | float):
                 kind = torch.int64 if isinstance(held, torch.SymInt | int) else torch.float32
@@ -168,6 +168,13 @@ class Builder:
         if isinstance(node, Tensor):
             return self.const(node, dtype)
         return self.const(node, dtype or number_type(node))
+
+    def value_of(self, node: fx.Node) -> Any:
+        """What a node became; a weight becomes an initializer at its first use as it stands."""
+        if node.op == "get_attr" and node not in self.values:
+            name = str(node.target)
+            self.values[node] = self.weight(name, self.graph.weights[name])
+        return self.values[node]
 
     def cast(self, made: ir.Value, source: torch.dtype, dtype: torch.dtype) -> ir.Value:
         """Cast a value unless it has the type already."""
@@ -205,7 +212,7 @@ class Builder:
         held = value(node).shape[dim]
         if not isinstance(held, torch.SymInt):
             return self.const([held])
-        source = self.values[node]
+        source = self.value_of(node)
         key = ("size", source, dim)
         return self.once(  # type: ignore[no-any-return]
             key, lambda: self.op("Shape", source, start=dim, end=dim + 1)
@@ -216,7 +223,7 @@ class Builder:
         held = value(node).shape
         if not any(isinstance(s, torch.SymInt) for s in held):
             return self.const([int(s) for s in held] or torch.zeros(0, dtype=torch.int64))
-        return self.op("Shape", self.values[node])  # type: ignore[no-any-return]
+        return self.op("Shape", self.value_of(node))  # type: ignore[no-any-return]
 
     def reshape(self, node: fx.Node, source: fx.Node, sizes: Sequence[Any]) -> ir.Value:
         """`source` in the shape of `node`, dimensions copied or inferred where that says it."""
@@ -235,7 +242,7 @@ class Builder:
         elif open_dims:
             for i in open_dims:
                 target[i] = sizes[i]
-        return self.op("Reshape", self.values[source], self.shape(target))  # type: ignore[no-any-return]
+        return self.op("Reshape", self.value_of(source), self.shape(target))  # type: ignore[no-any-return]
 
     # Driving
 
@@ -259,9 +266,6 @@ class Builder:
     def _emit(self, node: fx.Node, needed: set[fx.Node]) -> None:
         if node.op == "placeholder":
             self._input(node, node in needed)
-        elif node.op == "get_attr":
-            name = str(node.target)
-            self.values[node] = self.weight(name, self.graph.weights[name])
         elif node.op == "call_function":
             self.values[node] = self._call(node)
             self._annotate(node)

@@ -21,7 +21,7 @@ from qopt.errors import UsageError
 from qopt.graph import Graph
 from qopt.lower import Choice, lower
 from qopt.target import Target
-from qopt.weights import LazyWeight, tensor_bytes
+from qopt.weights import LazyWeight, fingerprint, tensor_bytes
 
 assert onnx_aten
 assert onnx_dialect
@@ -92,7 +92,7 @@ def assemble(builder: Builder, opset: int) -> ir.Model:
     """Put nodes, inputs, outputs and initializers together."""
     outputs = []
     for name, node in zip(builder.graph.outputs, builder.graph.results, strict=True):
-        made = builder.values[node]
+        made = builder.value_of(node)
         if made.producer() is None or made.name in builder.graph.outputs:
             made = builder.op("Identity", made)
         held = value(node)
@@ -274,23 +274,6 @@ def ahead(reader: ThreadPoolExecutor, weight: LazyWeight) -> Iterator[Tensor]:
     while (piece := pending.result()) is not None:
         pending = reader.submit(step)
         yield piece
-
-
-def fingerprint(weight: LazyWeight) -> str:
-    """A cheap hash of a few rows: equal weights agree in it, unequal ones hardly ever do."""
-    if weight.source is None and not weight._by_rows:
-        base = weight
-        while base.source is None and len(base.inputs) == 1:
-            base = base.inputs[0]
-        if base.source is None:
-            return f"{weight.name} {weight.params} {[fingerprint(w) for w in weight.inputs]}"
-        return f"{weight.name} {weight.params} {fingerprint(base)}"
-    rows = weight.shape[0] if weight.shape else 1
-    digest = hashlib.sha256()
-    for row in sorted({0, rows // 2, max(rows - 1, 0)}):
-        if rows:
-            digest.update(tensor_bytes(weight.rows(row, row + 1)))
-    return digest.hexdigest()
 
 
 def inline(made: ir.Value, weight: LazyWeight) -> ir.TensorProtocol:

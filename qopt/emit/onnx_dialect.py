@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import onnx_ir as ir
@@ -247,7 +247,7 @@ class GroupQueryAttention:
             return "its mask is no input"
         node.meta["rotation"], why = rotation(context, node)
         if why is not None:
-            node.meta["rotation_refused"] = why
+            node.meta["remarks"] = [f"the rotation stays outside: {why}"]
         return None
 
     def sources(self, node: fx.Node) -> Iterable[fx.Node]:
@@ -278,7 +278,6 @@ class GroupQueryAttention:
             heads = [b.get(projected), None, None]
         else:
             heads = [flatten_heads(b, n) for n in self._heads(node)]
-        columns = new_columns(b, node, projected)
         window = node.kwargs.get("window")
         out, key, held = b.microsoft(
             "GroupQueryAttention",
@@ -295,7 +294,7 @@ class GroupQueryAttention:
             None,
             None,
             None,
-            query_lengths_32(b, mask, columns),
+            query_lengths_32(b, mask, lambda: new_columns(b, node, projected)),
             outputs=3,
             num_heads=int(value(q).shape[1]),
             kv_num_heads=int(value(k).shape[1]),
@@ -321,6 +320,8 @@ def unflatten_later(b: Builder, node: fx.Node, out: ir.Value) -> ir.Value:
     """(B, S, H * D) as the (B, S, H, D) that the dialect speaks of; a reshape back is free."""
     readers = [u for u in node.users if u.target is operator.getitem and u.args[1] == 0]
     fake = value(node)[0]
+    out.type = ir.TensorType(DTYPES[fake.dtype])
+    out.shape = ir.Shape([None, None, int(fake.shape[2] * fake.shape[3])])
     for reader in readers:
         b.flat[reader] = out
     direct = all(
@@ -354,11 +355,11 @@ def total_length(b: Builder, mask: fx.Node) -> ir.Value:
     return b.once("total_sequence_length", make)  # type: ignore[no-any-return]
 
 
-def query_lengths_32(b: Builder, mask: fx.Node, columns: ir.Value) -> ir.Value:
+def query_lengths_32(b: Builder, mask: fx.Node, columns: Callable[[], ir.Value]) -> ir.Value:
     """Real new tokens of each row: int32 [B]."""
 
     def make() -> ir.Value:
-        return b.op("Cast", query_lengths(b, mask, columns), to=ir.DataType.INT32)  # type: ignore[no-any-return]
+        return b.op("Cast", query_lengths(b, mask, columns()), to=ir.DataType.INT32)  # type: ignore[no-any-return]
 
     return b.once("query_seqlens", make)  # type: ignore[no-any-return]
 

@@ -53,7 +53,7 @@ def arguments(b: Builder, node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
 
     def convert(item: Any) -> Any:
         if isinstance(item, fx.Node):
-            made = b.values[item]
+            made = b.value_of(item)
             held = value(item)
             if isinstance(made, ir.Value):
                 describe(made, held)
