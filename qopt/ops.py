@@ -31,14 +31,17 @@ class Op:
 OPS: dict[str, Op] = {}
 
 
-def op(schema: str) -> Callable[[Callable[..., Any]], Op]:
-    """Register the decorated reference under a torch schema `name(arguments) -> results`."""
+def op(schema: str, shape: Callable[..., Any] | None = None) -> Callable[[Callable[..., Any]], Op]:
+    """Register the decorated reference under a torch schema `name(arguments) -> results`.
+
+    `shape` makes results of the right shape and dtype at less cost than the reference would.
+    """
 
     def register(reference: Callable[..., Any]) -> Op:
         name = schema.partition("(")[0]
         _LIBRARY.define(schema)
         _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"qopt::{name}", reference, lib=_LIBRARY)
+        torch.library.register_fake(f"qopt::{name}", shape or reference, lib=_LIBRARY)
         target = getattr(torch.ops.qopt, name).default
         OPS[name] = Op(name, target, reference, reference.__doc__ or "")
         return OPS[name]
@@ -64,9 +67,44 @@ def visible(mask: Tensor, new: int, causal: bool, window: int | None) -> Tensor:
     return keep.expand(mask.shape[0], 1, new, total)
 
 
+def like_first(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    """A result like the first argument."""
+    return torch.empty_like(x)
+
+
+def like_first_twice(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """Two results like the first argument."""
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+def heads_behind(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+    """(B, S, H, D of v)."""
+    return v.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+
+def heads_and_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    past_key: Tensor | None,
+    past_value: Tensor | None,
+    *_: Any,
+    **__: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, S, H, D of v), and keys and values with their past before them."""
+    total = k.shape[2] if past_key is None else past_key.shape[2] + k.shape[2]
+    out = heads_behind(q, k, v)
+    return (
+        out,
+        k.new_empty(*k.shape[:2], total, k.shape[3]),
+        v.new_empty(*v.shape[:2], total, v.shape[3]),
+    )
+
+
 @op(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks=None, *, int layer, "
-    "float scale, bool causal=True, int? window=None, float? softcap=None) -> Tensor"
+    "float scale, bool causal=True, int? window=None, float? softcap=None) -> Tensor",
+    heads_behind,
 )
 def attention(
     q: Tensor,
@@ -107,7 +145,8 @@ def attention(
 @op(
     "cached_attention(Tensor q, Tensor k, Tensor v, Tensor? past_key, Tensor? past_value, "
     "Tensor? mask, Tensor? sinks=None, *, float scale, bool causal=True, int? window=None, "
-    "float? softcap=None) -> (Tensor, Tensor, Tensor)"
+    "float? softcap=None) -> (Tensor, Tensor, Tensor)",
+    heads_and_cache,
 )
 def cached_attention(
     q: Tensor,
@@ -149,7 +188,7 @@ def cached_attention(
     return torch.matmul(weights, wide).transpose(1, 2).contiguous(), key, value
 
 
-@op("rms_norm(Tensor x, Tensor? weight, float eps, bool cast_first=True) -> Tensor")
+@op("rms_norm(Tensor x, Tensor? weight, float eps, bool cast_first=True) -> Tensor", like_first)
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, cast_first: bool = True) -> Tensor:
     """`x / sqrt(mean(x ** 2) + eps) * weight` over the last dimension, computed in fp32.
 
@@ -167,7 +206,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, cast_first: bool = Tr
 
 @op(
     "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, bool cast_first=True) "
-    "-> (Tensor, Tensor)"
+    "-> (Tensor, Tensor)",
+    like_first_twice,
 )
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, cast_first: bool = True
@@ -179,7 +219,8 @@ def add_rms_norm(
 
 @op(
     "add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) "
-    "-> (Tensor, Tensor)"
+    "-> (Tensor, Tensor)",
+    like_first_twice,
 )
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
@@ -189,7 +230,7 @@ def add_layer_norm(
     return F.layer_norm(total, (total.shape[-1],), weight, bias, eps), total
 
 
-@op("rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved=False) -> Tensor")
+@op("rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved=False) -> Tensor", like_first)
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate the first 2·R elements of each head of x (B, H, S, D) by angles (B or 1, S, R).
 
@@ -216,7 +257,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@op('gated(Tensor gate, Tensor up, str activation="silu") -> Tensor')
+@op('gated(Tensor gate, Tensor up, str activation="silu") -> Tensor', like_first)
 def gated(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     """`activation(gate) * up`, the gate of a gated MLP: silu, gelu, or gelu_tanh. Shazeer 2020."""
     return ACTIVATIONS[activation](gate) * up
@@ -249,7 +290,8 @@ torch.library.register_fake(
 @op(
     "experts(Tensor x, Tensor ids, Tensor weights, Tensor up, Tensor? up_bias, Tensor down, "
     'Tensor? down_bias, *, str activation, str layout="concatenated", bool transposed=False, '
-    "float alpha=1.0, float? limit=None, float up_offset=0.0) -> Tensor"
+    "float alpha=1.0, float? limit=None, float up_offset=0.0) -> Tensor",
+    like_first,
 )
 def experts(
     x: Tensor,
