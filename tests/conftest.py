@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+import onnxruntime
 import pytest
 import torch
 import transformers
@@ -18,6 +20,7 @@ from torch import Tensor, fx, nn
 
 from qopt import rewrite
 from qopt.capture import capture
+from qopt.compile import compile
 from qopt.export import capture_module
 from qopt.graph import Graph
 from qopt.info import ModelInfo
@@ -81,8 +84,9 @@ BASELINE = (
 @pytest.fixture(scope="session", autouse=True)
 def registry() -> None:
     rewrite.load_builtin_passes()
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
+    logging: Any = transformers.utils.logging
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
 
 @pytest.fixture
@@ -332,3 +336,118 @@ def body() -> Callable[[Graph], str]:
         return "\n".join(x for x in lines if " = weight " not in x and not x.endswith("= input"))
 
     return text
+
+
+# Artifacts -----------------------------------------------------------------------------------
+
+
+class Compiled(Protocol):
+    def __call__(self, family: str, recipe: str = ..., /, **options: Any) -> Path: ...
+
+
+FLAGS = ("target", "dtype", "opset", "logits", "sets", "skip", "add", "stop_after", "plugins")
+
+
+@pytest.fixture(scope="session")
+def compiled(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    """The artifact of a tiny model, compiled once with the check off; not to be changed.
+
+    Options are those of `compile`, the rest go into the model's config.
+    """
+    made: dict[str, Path] = {}
+
+    def get(family: str, recipe: str = "baseline", /, **options: Any) -> Path:
+        key = f"{family} {recipe} {sorted(options.items())}"
+        if key not in made:
+            flags = {k: v for k, v in options.items() if k in FLAGS}
+            config = {k: v for k, v in options.items() if k not in FLAGS}
+            out = tmp_path_factory.mktemp(family) / "out"
+            compile(str(tiny(family, **config)[0]), recipe, out, check="off", **flags)
+            made[key] = out
+        return made[key]
+
+    return get
+
+
+class Player:
+    """Calls an artifact through onnxruntime alone, past and present passed along as they come.
+
+    `lengths` says how many of a call's tokens are real in each row; the rest is padding on the
+    right. `keep` is fed where it is given, else the artifact's own default holds.
+    """
+
+    def __init__(self, folder: Path, keep: int | None = 0) -> None:
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        path = str(folder / "model.onnx")
+        self.session = onnxruntime.InferenceSession(path, options, ["CPUExecutionProvider"])
+        self.keep = keep
+        self.mask: np.ndarray[Any, Any] | None = None
+        self.past: dict[str, np.ndarray[Any, Any]] = {}
+
+    def __call__(self, ids: Tensor, lengths: list[int] | None = None) -> Tensor:
+        rows, new = ids.shape
+        real = np.arange(new) < np.array(lengths or [new] * rows)[:, None]
+        if self.mask is None:
+            self.mask = np.zeros((rows, 0), np.int64)
+            for spec in self.session.get_inputs():
+                if spec.name.startswith("past"):
+                    kind = np.float16 if "16" in spec.type else np.float32
+                    self.past[spec.name] = np.zeros((rows, spec.shape[1], 0, spec.shape[3]), kind)
+        self.mask = np.concatenate([self.mask, real.astype(np.int64)], 1)
+        positions = np.maximum(self.mask.cumsum(1) - 1, 0)[:, -new:]
+        feeds = {"input_ids": ids.numpy(), "attention_mask": self.mask, **self.past}
+        if "position_ids" in {spec.name for spec in self.session.get_inputs()}:
+            feeds["position_ids"] = positions
+        if self.keep is not None:
+            feeds["num_logits_to_keep"] = np.array([self.keep])
+        names = [spec.name for spec in self.session.get_outputs()]
+        out = dict(zip(names, self.session.run(None, feeds), strict=True))
+        logits = torch.from_numpy(out.pop("logits")).float()
+        self.past = {name.replace("present", "past_key_values"): v for name, v in out.items()}
+        return logits
+
+
+@pytest.fixture(scope="session")
+def player() -> type[Player]:
+    return Player
+
+
+class Distance(Protocol):
+    def __call__(
+        self, folder: Path, model: Any, calls: list[list[int]], *, last: bool = False
+    ) -> float: ...
+
+
+@pytest.fixture(scope="session")
+def distance() -> Distance:
+    """Largest logit difference between an artifact and an eager model.
+
+    `calls[i][b]` is how many tokens row b gets in call i; the model runs each row alone, whole and
+    without a cache. `last`: only what the artifact gives by default is compared.
+    """
+
+    def measure(folder: Path, model: Any, calls: list[list[int]], *, last: bool = False) -> float:
+        vocabulary = model.config.get_text_config().vocab_size
+        generator = torch.Generator().manual_seed(sum(map(sum, calls)))
+        totals = [sum(call[row] for call in calls) for row in range(len(calls[0]))]
+        ids = [torch.randint(3, vocabulary, (n,), generator=generator) for n in totals]
+        with torch.no_grad():
+            want = [model(input_ids=row[None], use_cache=False).logits[0].float() for row in ids]
+        play = Player(folder, None if last else 0)
+        done, found = [0] * len(ids), 0.0
+        for call in calls:
+            fed = torch.zeros(len(ids), max(call), dtype=torch.int64)
+            for row, length in enumerate(call):
+                fed[row, :length] = ids[row][done[row] : done[row] + length]
+            got = play(fed, call)
+            for row, length in enumerate(call):
+                start, stop = done[row], done[row] + length
+                wanted = want[row][stop - 1 : stop] if last else want[row][start:stop]
+                given = got[row] if last else got[row, :length]
+                assert given.shape == wanted.shape
+                found = max(found, float((given - wanted).abs().nan_to_num(1e9).max()))
+                done[row] = stop
+        return found
+
+    return measure
