@@ -63,25 +63,10 @@ class FoldNormWeight(Pass):
         return (
             stored.dtype.is_floating_point
             and plain(stored)
-            and not self._shared(graph, user, stored)
-        )
-
-    def _shared(self, graph: Graph, user: fx.Node, stored: LazyWeight) -> bool:
-        """Whether another name holds the same source, as a tied embedding does."""
-        sources = root_sources(stored)
-        own = str(user.args[1].target)  # type: ignore[union-attr]
-        return any(
-            sources & root_sources(other) for name, other in graph.weights.items() if name != own
+            and not graph.shared([str(user.args[1].target)])  # type: ignore[union-attr]
         )
 
 
 def plain(weight: LazyWeight) -> bool:
     """Whether only transforms that keep elements elements stand between the weight and its file."""
     return weight.name in FOLDABLE and all(plain(part) for part in weight.inputs)
-
-
-def root_sources(weight: LazyWeight) -> set[int]:
-    """The identities of the sources that a weight is made of."""
-    if weight.source is not None:
-        return {id(weight.source)}
-    return set().union(*(root_sources(part) for part in weight.inputs))

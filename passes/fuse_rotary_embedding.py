@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from qopt.canonical import as_node, value
 from qopt.graph import Graph, describe
@@ -110,6 +110,8 @@ def product_pairs(plain: Any, crossed: Any) -> Iterator[tuple[tuple[Any, Any], t
 
 def turned_form(turned: fx.Node, x: fx.Node) -> str | None:
     """How `turned` is made of x: by halves, or by neighbours."""
+    if not isinstance(value(x), Tensor) or not value(x).dim():
+        return None
     size = value(x).shape[-1]
     halves, pairs = turned, stacked(turned)
     if halves.target is aten.cat.default and size % 2 == 0:

@@ -38,7 +38,7 @@ class MergeQKV(Pass):
 
     Why: one product reads `x` once, and an attention that takes packed heads needs no split.
     Needs: `canonicalize`; the rotation may be fused or not.
-    Leaves: projections of different inputs, matrices that something else reads too, and a layer
+    Leaves: projections of different inputs, matrices that are read or tied elsewhere, and a layer
     where some projections have a bias and others have none. The concatenation is lazy.
     """
 
@@ -79,13 +79,15 @@ def merge_linears(graph: Graph, linears: Sequence[fx.Node], suffix: str) -> int:
         return 0
     if any(len(n.args[1].users) > 1 for n in linears):  # type: ignore[union-attr]
         return 0
+    if graph.shared([str(n.args[1].target) for n in linears]):  # type: ignore[union-attr]
+        return 0
     if len({b is None for b in biases}) != 1 or len({w.dtype for w in weights if w}) != 1:
         return 0
     stored = [graph.weight(b) for b in biases if b is not None]
     if any(b is None for b in stored):
         return 0
     name = f"{common_name([str(n.args[1].target) for n in linears])}{suffix}"  # type: ignore[union-attr]
-    with graph.before(min(linears, key=list(graph.fx.nodes).index)):
+    with graph.before(min(linears)):
         weight = graph.add_weight(f"{name}.weight", LazyWeight.concat([w for w in weights if w]))
         arguments = [first.args[0], weight]
         if stored:

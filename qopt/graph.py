@@ -81,6 +81,12 @@ class Graph:
             return self.weights.get(str(node.target))
         return None
 
+    def shared(self, names: Sequence[str]) -> bool:
+        """Whether weights beside `names` are made from the same tensors, as tied ones are."""
+        own = set().union(*(root_sources(self.weights[name]) for name in names))
+        others = (weight for name, weight in self.weights.items() if name not in names)
+        return any(not own.isdisjoint(root_sources(other)) for other in others)
+
     def add_weight(self, name: str, weight: LazyWeight) -> Node:
         """Add a weight and a node that reads it, at the current place of insertion."""
         while name in self.weights or hasattr(torch.nn.Module, name.rpartition(".")[2]):
@@ -282,6 +288,13 @@ class _Interpreter:
         out, key, value = CACHED_ATTENTION(q, k, v, past_k, past_v, mask, *rest, **kwargs)
         self.cache[layer] = key, value
         return out  # type: ignore[no-any-return]
+
+
+def root_sources(weight: LazyWeight) -> set[int]:
+    """The identities of the sources that a weight is made of."""
+    if weight.source is not None:
+        return {id(weight.source)}
+    return set().union(*(root_sources(part) for part in weight.inputs))
 
 
 def last_uses(graph: fx.Graph) -> dict[Node, list[Node]]:

@@ -102,7 +102,7 @@ CASES = [
         "return [getitem_1]",
     ),
     becomes(
-        lambda m, x: x.split(8, -1)[0] + 1,
+        lambda m, x: torch.split(x, 8, -1)[0] + 1,
         "add = aten.add.Tensor(x, 1)",
         "return [add]",
     ),
@@ -212,7 +212,7 @@ def a_copy_made_before(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def a_piece_of_a_split(x: Tensor) -> Tensor:
     h = x * 2
-    first, _ = h.split(4, -1)
+    first, _ = torch.split(h, 4, -1)
     first.add_(1)
     return h * 1
 

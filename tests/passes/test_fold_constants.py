@@ -68,9 +68,10 @@ class Packed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         packed: Any = self.packed
+        scale: Any = self.scale
         low, high = packed & 15, packed >> 4
         both = torch.stack([low, high], -1).flatten(1)
-        return x @ ((both.float() - 8) * self.scale).t()
+        return x @ ((both.float() - 8) * scale).t()
 
 
 @pytest.mark.parametrize("rows", [64, 4096])
