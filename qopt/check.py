@@ -376,9 +376,9 @@ def load_reference(source: Any) -> Any:
     if source.module is not None:
         return source.module.eval().float()
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
-    where = Path(source.where) if source.where else source.folder
-    if source.adapter is None and where.suffix == ".gguf":
-        model = AutoModelForCausalLM.from_pretrained(where.parent, gguf_file=where.name, **options)
+    if source.adapter is None and source.file is not None:
+        gguf = {"gguf_file": source.file.name}
+        model = AutoModelForCausalLM.from_pretrained(source.file.parent, **gguf, **options)
     elif source.adapter is None and whole_checkpoint(source):
         model = AutoModelForCausalLM.from_pretrained(source.folder, local_files_only=True, **options)
     else:  # an adapter, or a part of a checkpoint: transformers' class, our tensors

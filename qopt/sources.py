@@ -50,6 +50,7 @@ class ModelSource:
     facts: dict[str, Any] = field(default_factory=dict)  # what `digest` covers beside tensors
     generation_config: dict[str, Any] = field(default_factory=dict)
     folder: Path | None = None  # where tokenizer and config files lie
+    file: Path | None = None  # the .gguf, where the model is one
     tensors: dict[str, LazyWeight] = field(default_factory=dict)  # by the checkpoint's names
     with_weights: bool = True
     module: nn.Module | None = None
@@ -267,6 +268,7 @@ def open_gguf_file(path: Path, weights: bool = True) -> ModelSource:
     folder = materialise(file)
     source = open_folder(folder, weights=False)
     source.where, source.with_weights, source.facts = str(path), weights, {"gguf": file.digest}
+    source.file = path
     if weights:
         source.tensors = read_gguf(file, folder)
     return source

@@ -158,7 +158,13 @@ class LazyWeight:
 
     @classmethod
     def concat(cls, parts: Sequence[LazyWeight], dim: int = 0) -> LazyWeight:
-        """Join `parts` along `dim`; they agree in dtype and in every other dimension."""
+        """Join `parts` along `dim`; they agree in dtype and in every other dimension.
+
+        Casts move outwards, here and in `transpose`: half the bytes are joined and moved.
+        """
+        inner = [part.inputs[0] for part in parts if part.name == "cast"]
+        if len(inner) == len(parts) and len({part.dtype for part in inner}) == 1:
+            return cls.concat(inner, dim).cast(parts[0].dtype)
         shape = list(parts[0].shape)
         shape[dim] = sum(part.shape[dim] for part in parts)
         return cls(tuple(shape), parts[0].dtype, None, "concat", tuple(parts), (dim,))
@@ -176,6 +182,10 @@ class LazyWeight:
 
     def transpose(self, dim0: int = 0, dim1: int = 1) -> LazyWeight:
         """Exchange two dimensions."""
+        if self.name == "cast":
+            return self.inputs[0].transpose(dim0, dim1).cast(self.dtype)
+        if self.name == "transpose" and set(self.params) == {dim0, dim1}:
+            return self.inputs[0]
         shape = list(self.shape)
         shape[dim0], shape[dim1] = shape[dim1], shape[dim0]
         return LazyWeight(tuple(shape), self.dtype, None, "transpose", (self,), (dim0, dim1))
@@ -315,7 +325,7 @@ _ROWS: dict[str, Callable[[LazyWeight, int, int], Tensor]] = {
     "slice": _rows_slice,
     "scale": _rows_scale,
     "low_rank": _rows_low_rank,
-    "transpose": _rows_whole(lambda w: w.inputs[0].evaluate().transpose(*w.params)),
+    "transpose": _rows_whole(lambda w: w.inputs[0].evaluate().transpose(*w.params).contiguous()),
     "reshape": lambda w, start, stop: (
         w.inputs[0].evaluate().reshape(w.shape)[start:stop]
         if w.shape

@@ -184,18 +184,32 @@ def aligned(at: int, size: int) -> int:
     return -(-at // step) * step
 
 
+@dataclass
+class Piece:
+    """A part of a weight's bytes; `first` and `last` say where in the weight it is."""
+
+    made: ir.Value
+    weight: LazyWeight
+    data: Tensor | None  # None: the weight equals `twin`, which is written already
+    first: bool = True
+    last: bool = True
+    twin: ir.Value | None = None
+
+
 class DataFile:
     """The external data file: weights one after the other, equal contents once.
 
-    A weight is evaluated in pieces while the piece before it is written; no more than two pieces
-    are in memory.
+    A thread evaluates the next piece while one is hashed and written; no more than three are in
+    memory.
     """
 
     def __init__(
         self, path: Path, written: Written, progress: Callable[[int, int], None] | None
     ) -> None:
         self.path, self.written, self.progress = path, written, progress
-        self.places: dict[Any, list[tuple[int, LazyWeight]]] = {}
+        self.digest = hashlib.sha256()
+        self.end = 0
+        self.starts: dict[ir.Value, int] = {}
 
     def write(self, weights: dict[str, tuple[ir.Value, LazyWeight]]) -> None:
         """Stream all weights; small ones stay in the graph file."""
@@ -208,72 +222,77 @@ class DataFile:
         if not large:
             return
         total, done = sum(weight.nbytes for _, weight in large), 0
-        digest = hashlib.sha256()
-        with self.path.open("w+b") as file, ThreadPoolExecutor(1) as reader:
-            end = 0
-            for index, (made, weight) in enumerate(large):
-                following = large[index + 1][1] if index + 1 < len(large) else None
-                end = self._one(file, reader, digest, end, made, weight, following)
-                done += weight.nbytes
+        with self.path.open("w+b") as file, ThreadPoolExecutor(2) as workers:
+            for piece in ahead(workers, pieces(large)):
+                self._put(file, workers, piece)
+                done += piece.weight.nbytes if piece.last else 0
                 if self.progress is not None:
                     self.progress(done, total)
             file.flush()
             os.fsync(file.fileno())
-        self.written.data_size, self.written.data_hash = end, digest.hexdigest()
+        self.written.data_size, self.written.data_hash = self.end, self.digest.hexdigest()
 
-    def _one(
-        self,
-        file: BinaryIO,
-        reader: ThreadPoolExecutor,
-        digest: Any,
-        end: int,
-        made: ir.Value,
-        weight: LazyWeight,
-        following: LazyWeight | None,
-    ) -> int:
-        key = (weight.shape, weight.dtype, fingerprint(weight))
-        for offset, other in self.places.get(key, []):
-            if weight is other or weight.digest == other.digest:
-                made.const_value = external(made, weight, offset)
-                self.written.shared += weight.nbytes
-                return end
-        start = aligned(end, weight.nbytes)
-        put(file, digest, b"\0" * (start - end))
-        for piece in ahead(reader, weight):
-            if piece.is_floating_point() and weight.dtype == torch.float16:
-                refuse_overflow(made, piece)
-            put(file, digest, tensor_bytes(piece))
-        self.places.setdefault(key, []).append((start, weight))
-        made.const_value = external(made, weight, start)
-        return start + weight.nbytes
+    def _put(self, file: BinaryIO, workers: ThreadPoolExecutor, piece: Piece) -> None:
+        made, weight = piece.made, piece.weight
+        if piece.data is None:
+            assert piece.twin is not None
+            made.const_value = external(made, weight, self.starts[piece.twin])
+            self.written.shared += weight.nbytes
+            return
+        if weight.dtype == torch.float16:
+            refuse_overflow(made, piece.data)
+        if piece.first:
+            start = aligned(self.end, weight.nbytes)
+            self._append(file, workers, b"\0" * (start - self.end))
+            self.starts[made] = start
+            made.const_value = external(made, weight, start)
+        self._append(file, workers, tensor_bytes(piece.data))
+
+    def _append(
+        self, file: BinaryIO, workers: ThreadPoolExecutor, data: bytes | memoryview
+    ) -> None:
+        hashing = workers.submit(self.digest.update, data)  # both let go of the interpreter's lock
+        file.write(data)
+        hashing.result()
+        self.end += len(data)
+
+
+def pieces(weights: list[tuple[ir.Value, LazyWeight]]) -> Iterator[Piece]:
+    """Every weight in pieces, in order; one that equals an earlier one has no data."""
+    seen: dict[Any, list[tuple[ir.Value, LazyWeight]]] = {}
+    for made, weight in weights:
+        key = weight.shape, weight.dtype, fingerprint(weight)
+        twins = [m for m, w in seen.get(key, []) if w is weight or w.digest == weight.digest]
+        if twins:
+            yield Piece(made, weight, None, twin=twins[0])
+            continue
+        seen.setdefault(key, []).append((made, weight))
+        rows = 0
+        for chunk in weight.chunks():
+            rows += chunk.shape[0] if weight.shape else 1
+            first = rows == (chunk.shape[0] if weight.shape else 1)
+            yield Piece(
+                made, weight, chunk, first, rows >= (weight.shape[0] if weight.shape else 1)
+            )
 
 
 def refuse_overflow(made: ir.Value, piece: Tensor) -> None:
     """A weight beyond fp16's range must not become infinite in silence."""
     if not bool(torch.isfinite(piece).all()):
-        raise UsageError(
-            f"weight {made.name} does not fit fp16", todo="compile with --dtype fp32"
-        )
+        raise UsageError(f"weight {made.name} does not fit fp16", todo="compile with --dtype fp32")
 
 
-def put(file: BinaryIO, digest: Any, data: bytes | memoryview) -> None:
-    """Write and hash."""
-    file.write(data)
-    digest.update(data)
+def ahead(workers: ThreadPoolExecutor, items: Iterator[Piece]) -> Iterator[Piece]:
+    """The items, the next one made while one is used."""
 
-
-def ahead(reader: ThreadPoolExecutor, weight: LazyWeight) -> Iterator[Tensor]:
-    """The pieces of a weight, the next one evaluated while one is used."""
-    pieces = weight.chunks()
-
-    def step() -> Tensor | None:
+    def step() -> Piece | None:
         with torch.no_grad():
-            return next(pieces, None)
+            return next(items, None)
 
-    pending = reader.submit(step)
-    while (piece := pending.result()) is not None:
-        pending = reader.submit(step)
-        yield piece
+    pending = workers.submit(step)
+    while (item := pending.result()) is not None:
+        pending = workers.submit(step)
+        yield item
 
 
 def inline(made: ir.Value, weight: LazyWeight) -> ir.TensorProtocol:
