@@ -51,7 +51,7 @@ def compile(
     *,
     target: str | None = None,
     dtype: str | None = None,
-    opset: str | None = None,
+    opset: int | str | None = None,
     logits: str | None = None,
     check: str | None = None,
     sets: Sequence[str] = (),
@@ -77,7 +77,7 @@ def compile(
     with progress.step("starting"):
         from qopt import rewrite
         from qopt.capture import capture
-        from qopt.emit.onnx import write_onnx
+        from qopt.emit.onnx import check_file, write_onnx
         from qopt.sources import open_source
 
         rewrite.load_builtin_passes()
@@ -111,7 +111,9 @@ def compile(
     report = Report(notes=[*source.notes, *([note] if note else [])], timings=progress.timings)
     with ArtifactWriter(out, size=size, keep_rejected=keep_rejected) as writer:
         with progress.step("capturing"):
+            known = len(source.notes)
             graph = capture(source, element)
+            report.notes += source.notes[known:]  # what came to light as the weights were bound
         with progress.step("rewriting"):
             passes = configured(chosen, rewrite.PASSES)
             watch = Watch(report, graph if chosen.check == "every-pass" else None, budget)
@@ -129,6 +131,7 @@ def compile(
         with progress.step("writing", size or None) as advance:
             counted = Counted(advance)
             written = write_onnx(graph, writer.folder, place, limit, counted)
+            check_file(writer.folder / "model.onnx", weights=not no_weights)
         del watch, manager
         report.lowering = [
             LoweringRow(c.op, c.implementation, c.count, told(c.refusals)) for c in written.choices

@@ -104,7 +104,21 @@ def lower(graph: Graph, target: Target, opset: int) -> list[Choice]:
         if chosen is None:
             decompose(graph, node)
     canonical.canonicalize(graph)
+    share_sizes(graph)
     return list(choices.values())
+
+
+def share_sizes(graph: Graph) -> None:
+    """Read each size from the first input that has it: no input is kept for its shape alone."""
+    first: dict[Any, tuple[fx.Node, int]] = {}
+    for node in graph.inputs:
+        for dim, size in enumerate(node.meta["val"].shape):
+            if isinstance(size, torch.SymInt):
+                first.setdefault(size.node.expr, (node, dim))
+    for node in graph.find(torch.ops.aten.sym_size.int):
+        size = node.meta["val"]
+        if isinstance(size, torch.SymInt) and size.node.expr in first:
+            node.args = first[size.node.expr]
 
 
 def op_of(node: fx.Node) -> str | None:

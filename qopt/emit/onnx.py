@@ -17,7 +17,7 @@ from torch import Tensor
 from qopt.canonical import value
 from qopt.emit import onnx_aten, onnx_dialect
 from qopt.emit.builder import DTYPES, Builder
-from qopt.errors import UsageError
+from qopt.errors import UnsupportedError, UsageError
 from qopt.graph import Graph
 from qopt.lower import Choice, lower
 from qopt.target import Target
@@ -155,6 +155,32 @@ def specs(values: Any) -> list[tuple[str, str, list[int | str]]]:
         shape = [d if isinstance(d, int) else str(d.value) for d in item.shape]
         found.append((str(item.name), str(item.dtype.numpy()), shape))
     return found
+
+
+def check_file(path: Path, weights: bool = True) -> None:
+    """Have onnx check the file and infer its shapes; a file that is not valid is no artifact."""
+    import onnx
+
+    try:
+        if weights:  # by path: the weights are not read
+            onnx.checker.check_model(str(path), full_check=True)
+            return
+        model = onnx.load(path, load_external_data=False)
+        absent = [t for t in model.graph.initializer if t.external_data]
+        for tensor in absent:
+            model.graph.initializer.remove(tensor)
+            model.graph.input.append(
+                onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+            )
+        onnx.checker.check_model(model, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        why = next((line for line in str(error).splitlines() if line.strip()), "")
+        raise UnsupportedError(
+            "what was written is not valid ONNX",
+            where=path.name,
+            why=why,
+            todo="this is a bug in qopt: report it with the output of the command with --debug",
+        ) from error
 
 
 def place_nothing(builder: Builder) -> None:

@@ -527,7 +527,7 @@ def upstream(nodes: list[fx.Node]) -> list[fx.Node]:
     return [node for node in nodes[0].graph.nodes if node in found]
 
 
-@implements("cached_attention", "onnx")
+@implements("cached_attention", "onnx", "onnx-cpu")
 class StandardAttention(Plain):
     """`Attention` of opset 23, with a mask by positions that layers share."""
 
