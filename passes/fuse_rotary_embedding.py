@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from qopt.canonical import as_node, value
+from qopt.canonical import apply_rules, as_node, value
 from qopt.graph import Graph, describe
 from qopt.ops import OPS
 from qopt.rewrite import Pass
@@ -56,6 +56,10 @@ class FuseRotaryEmbedding(Pass):
                 count += 1
         for node in graph.find(aten.cat.default):
             take_in_rest(graph, node)
+        if count:  # heads moved in front for the op, and back, and in front for the attention
+            for node in graph.find(aten.transpose.int):
+                if not node._erased:
+                    apply_rules(graph, node)
         return count
 
     def explain(self, graph: Graph) -> list[str]:

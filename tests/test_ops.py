@@ -1,0 +1,266 @@
+"""The dialect: each reference against torch written out, and against its shape function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from qopt.ops import OPS
+
+OPERATIONS: Any = torch.ops.qopt
+
+
+def eager_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of transformers' eager code, in fp64: scale, cap, mask, sink, softmax."""
+    groups = q.shape[1] // k.shape[1]
+    q, k, v = (
+        q.double(),
+        k.double().repeat_interleave(groups, 1),
+        v.double().repeat_interleave(groups, 1),
+    )
+    scores = q @ k.transpose(2, 3) * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~keep, float("-inf"))
+    if sinks is not None:
+        column = sinks.double().view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1).nan_to_num(0.0)[..., : k.shape[2]]
+    return (weights @ v).transpose(1, 2)
+
+
+def heads(new: int, past: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = [(2, 4, new, 8), (2, 2, new, 8), (2, 2, new, 8), (2, 2, past, 8), (2, 2, past, 8)]
+    return [torch.randn(shape, dtype=dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 4, 5, 100])
+@pytest.mark.parametrize(("new", "past"), [(5, 0), (2, 3), (1, 7), (4, 4)])
+def test_causal_and_window(window: int | None, new: int, past: int) -> None:
+    """A04, B08: query i of S over T keys sees keys up to T - S + i, and W of them with a window."""
+    q, k, v, past_k, past_v = heads(new, past)
+    total = new + past
+    mask = torch.ones(2, total, dtype=torch.int64)
+    i, j = torch.arange(past, total)[:, None], torch.arange(total)[None]
+    keep = (j <= i) & (i - j < window if window is not None else True)
+    out, key, value = OPERATIONS.cached_attention(
+        q, k, v, past_k, past_v, mask, scale=0.3, window=window
+    )
+    assert torch.equal(key, torch.cat([past_k, k], 2))
+    assert torch.equal(value, torch.cat([past_v, v], 2))
+    want = eager_attention(q, key, value, keep, 0.3)
+    torch.testing.assert_close(out.double(), want, atol=1e-6, rtol=1e-5)
+
+
+def test_window_rows_of_hf() -> None:
+    """B08: window 4, 10 tokens: keys seen a row are 1, 2, 3, 4, 4, ..."""
+    from qopt.ops import visible
+
+    seen = visible(torch.ones(1, 10, dtype=torch.int64), 10, True, 4)
+    assert seen.sum(-1).flatten().tolist() == [1, 2, 3, 4, 4, 4, 4, 4, 4, 4]
+
+
+def test_a_window_counts_tokens_and_not_holes() -> None:
+    q, k, v, past_k, past_v = heads(1, 7)
+    mask = torch.tensor([[1, 1, 0, 0, 1, 1, 0, 1], [1] * 8])
+    out, _, _ = OPERATIONS.cached_attention(q, k, v, past_k, past_v, mask, scale=1.0, window=3)
+    keep = torch.tensor([[0, 0, 0, 0, 1, 1, 0, 1], [0, 0, 0, 0, 0, 1, 1, 1]]).bool()[:, None, None]
+    want = eager_attention(q, torch.cat([past_k, k], 2), torch.cat([past_v, v], 2), keep, 1.0)
+    torch.testing.assert_close(out.double(), want, atol=1e-6, rtol=1e-5)
+
+
+def test_soft_cap_comes_before_the_mask() -> None:
+    """B12: a cap after the mask would let masked keys in."""
+    q, k, v, _, _ = heads(4, 0)
+    mask = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1]])
+    keep = torch.tril(torch.ones(4, 4)).bool() & mask.bool()[:, None, None]
+    out, _, _ = OPERATIONS.cached_attention(q, k, v, None, None, mask, scale=2.0, softcap=2.0)
+    torch.testing.assert_close(
+        out.double(), eager_attention(q, k, v, keep, 2.0, softcap=2.0), atol=1e-6, rtol=1e-5
+    )
+    changed = v.clone()
+    changed[0, :, 2] = 1e6
+    again, _, _ = OPERATIONS.cached_attention(
+        q, k, changed, None, None, mask, scale=2.0, softcap=2.0
+    )
+    assert torch.equal(out[0], again[0])
+
+
+def test_sinks() -> None:
+    q, k, v, _, _ = heads(4, 0)
+    sinks = torch.randn(4)
+    out, _, _ = OPERATIONS.cached_attention(
+        q, k, v, None, None, torch.ones(2, 4, dtype=torch.int64), sinks, scale=0.4
+    )
+    want = eager_attention(q, k, v, torch.tril(torch.ones(4, 4)).bool(), 0.4, sinks=sinks)
+    torch.testing.assert_close(out.double(), want, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_row_that_sees_nothing_is_zero(dtype: torch.dtype) -> None:
+    """B10: no NaN, no uniform average, in any dtype; fp16's smallest number is not fp32's."""
+    q, k, v, _, _ = heads(3, 0, dtype)
+    mask = torch.tensor([[0, 0, 1], [1, 1, 1]])
+    out, _, _ = OPERATIONS.cached_attention(q, k, v, None, None, mask, scale=0.3)
+    assert not out.isnan().any()
+    assert torch.equal(out[0, :2], torch.zeros_like(out[0, :2]))
+    torch.testing.assert_close(out[0, 2].float(), v[0, :, 2].repeat_interleave(2, 0).float())
+
+
+def test_attention_not_causal() -> None:
+    q, k, v, _, _ = heads(4, 0)
+    out = OPERATIONS.attention(q, k, v, None, layer=0, scale=0.3, causal=False)
+    want = eager_attention(q, k, v, torch.ones(4, 4).bool(), 0.3)
+    torch.testing.assert_close(out.double(), want, atol=1e-6, rtol=1e-5)
+
+
+def test_norms_round_where_they_say() -> None:
+    """B02, B03, B04."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    weight = torch.randn(64, dtype=torch.bfloat16)
+    normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+    llama, gemma = normed.bfloat16() * weight, (normed * weight.float()).bfloat16()
+    assert torch.equal(OPERATIONS.rms_norm(x, weight, 1e-6), llama)
+    assert torch.equal(OPERATIONS.rms_norm(x, weight, 1e-6, False), gemma)
+    assert not torch.equal(llama, gemma)
+    big = torch.full((1, 64), 300.0, dtype=torch.float16)
+    assert torch.equal(OPERATIONS.rms_norm(big, None, 1e-6), torch.ones_like(big))
+    zero = torch.zeros(1, 64, dtype=torch.float16)
+    for eps in (1e-8, 1e-12):
+        assert torch.equal(OPERATIONS.rms_norm(zero, None, eps), zero)
+
+
+def test_sums_and_norms() -> None:
+    """E09: the norm first, the sum second."""
+    x, residual, weight, bias = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8), torch.randn(8)
+    normed, total = OPERATIONS.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    torch.testing.assert_close(normed, F.rms_norm(x + residual, (8,), weight, 1e-6))
+    normed, total = OPERATIONS.add_layer_norm(x, residual, weight, bias, 1e-6)
+    assert torch.equal(total, x + residual)
+    torch.testing.assert_close(normed, F.layer_norm(x + residual, (8,), weight, bias, 1e-6))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_by_complex_numbers(interleaved: bool) -> None:
+    """B06: pairs (i, i + R), or (2i, 2i + 1), turn by the angle; the rest passes."""
+    x, angle = torch.randn(2, 3, 5, 12), torch.randn(2, 5, 4)
+    got = OPERATIONS.rotary(x, angle.cos(), angle.sin(), interleaved)
+    a, b = (x[..., 0:8:2], x[..., 1:8:2]) if interleaved else (x[..., :4], x[..., 4:8])
+    turned = torch.complex(a, b) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    c, d = (got[..., 0:8:2], got[..., 1:8:2]) if interleaved else (got[..., :4], got[..., 4:8])
+    torch.testing.assert_close(torch.complex(c, d), turned)
+    assert torch.equal(got[..., 8:], x[..., 8:])
+
+
+def test_last_tokens() -> None:
+    x = torch.arange(2 * 4).float().view(2, 4, 1)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0]])  # 2 cached, 4 new
+    for count, want in {
+        1: [[1], [6]],
+        2: [[0, 1], [5, 6]],
+        0: [[0, 1, 2, 3], [4, 5, 6, 7]],
+    }.items():
+        got = OPERATIONS.last_tokens(x, mask, torch.tensor([count]))
+        assert got[..., 0].tolist() == want
+
+
+@pytest.mark.parametrize("layout", ["concatenated", "interleaved", "single"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swish"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts(layout: str, activation: str, transposed: bool) -> None:
+    if layout == "single" and activation == "swish":
+        pytest.skip("no such expert")
+    torch.manual_seed(0)
+    x, weights = torch.randn(6, 8), torch.rand(6, 2)
+    ids = torch.stack([torch.randperm(4)[:2] for _ in range(6)])
+    wide = 5 if layout == "single" else 10
+    up, up_bias = torch.randn(4, wide, 8), torch.randn(4, wide)
+    down, down_bias = torch.randn(4, 8, 5), torch.randn(4, 8)
+    act: dict[str, Any] = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
+        "swish": lambda t: t * torch.sigmoid(1.702 * t),
+    }
+    want = torch.zeros(6, 8)
+    for token in range(6):
+        for choice in range(2):
+            expert = int(ids[token, choice])
+            inner = up[expert] @ x[token] + up_bias[expert]
+            if layout == "single":
+                inner = act[activation](inner)
+            else:
+                gate, lift = (
+                    (inner[0::2], inner[1::2]) if layout == "interleaved" else inner.chunk(2)
+                )
+                inner = act[activation](gate.clamp(max=2.0)) * (lift.clamp(-2.0, 2.0) + 1.0)
+            want[token] += weights[token, choice] * (down[expert] @ inner + down_bias[expert])
+    matrices = (up.transpose(1, 2), down.transpose(1, 2)) if transposed else (up, down)
+    got = OPERATIONS.experts(
+        x, ids, weights, matrices[0], up_bias, matrices[1], down_bias,
+        activation=activation, layout=layout, transposed=transposed,
+        alpha=1.702, limit=None if layout == "single" else 2.0, up_offset=1.0,
+    )  # fmt: skip
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+ARGUMENTS: dict[str, Any] = {
+    "attention": lambda: ([*heads(3, 0)[:3], None], {"layer": 0, "scale": 1.0}),
+    "cached_attention": lambda: ([*heads(3, 2), torch.ones(2, 5).long()], {"scale": 1.0}),
+    "rms_norm": lambda: ([torch.randn(2, 3, 8).half(), torch.randn(8).half(), 1e-6], {}),
+    "add_rms_norm": lambda: ([torch.randn(2, 8), torch.randn(2, 8), torch.randn(8), 1e-6], {}),
+    "add_layer_norm": lambda: (
+        [torch.randn(2, 8), torch.randn(2, 8), torch.randn(8), None, 1e-6],
+        {},
+    ),
+    "rotary": lambda: ([torch.randn(2, 3, 5, 12), torch.rand(1, 5, 4), torch.rand(1, 5, 4)], {}),
+    "gated": lambda: ([torch.randn(2, 8), torch.randn(2, 8), "gelu"], {}),
+    "experts": lambda: (
+        [
+            torch.randn(6, 8),
+            torch.zeros(6, 2).long(),
+            torch.rand(6, 2),
+            torch.randn(4, 10, 8),
+            None,
+            torch.randn(4, 8, 5),
+            None,
+        ],
+        {"activation": "silu"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(ARGUMENTS))
+def test_shape_functions(name: str) -> None:
+    """Dtype and shape on fake tensors are those of the real ones."""
+    args, kwargs = ARGUMENTS[name]()
+    real = OPS[name].target(*args, **kwargs)
+    mode = FakeTensorMode()
+    fake_args = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
+    with mode:
+        fake = OPS[name].target(*fake_args, **kwargs)
+    results = (real, fake) if isinstance(real, tuple) else ((real,), (fake,))
+    for a, b in zip(*results, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def test_every_op_is_described() -> None:
+    assert set(ARGUMENTS) | {"last_tokens"} == set(OPS)
+    for operation in OPS.values():
+        assert operation.doc.strip().endswith((".", "2019.", "2020.", "2021."))
