@@ -237,6 +237,19 @@ def dropout(graph: Graph, node: fx.Node) -> fx.Node | None:
     return None if argument(node, 2, "train") else as_node(node.args[0])
 
 
+@rule(aten.cat.default)
+def join(graph: Graph, node: fx.Node) -> fx.Node | None:
+    """Empty pieces add nothing, and one piece is no join."""
+    pieces = list(node.args[0])  # type: ignore[arg-type]
+    dim = int(argument(node, 1, "dim", 0))
+    kept = [p for p in pieces if value(p).dim() == value(node).dim() and value(p).shape[dim] != 0]
+    if len(kept) == len(pieces) > 1 or any(value(p).dtype != value(node).dtype for p in kept):
+        return None
+    if len(kept) == 1:
+        return as_node(kept[0])
+    return graph.call(aten.cat.default, kept, dim) if kept else None
+
+
 @rule(aten.add.Tensor, aten.sub.Tensor)
 def add_zero(graph: Graph, node: fx.Node) -> fx.Node | None:
     """x + 0 is x where neither dtype nor shape changes."""
