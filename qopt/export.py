@@ -220,6 +220,8 @@ def graph_of(
             continue  # an argument that was None
         else:
             copies[node] = module.graph.node_copy(node, copies.__getitem__)
+        if node.op == "placeholder" and node.name not in lifted:
+            copies[node].name = node.name  # fx would call an argument `input` input_1
         copies[node].meta = {k: v for k, v in node.meta.items() if k in KEPT}
     for node in graph.inputs:
         shape = getattr(node.meta.get("val"), "shape", ())

@@ -93,7 +93,9 @@ class TwoResults(RewritePass):
 
 
 def test_several_results(exported: Any) -> None:
-    form = lambda x: (x.cos().sin() + x.cos(), x.cos() * 2)  # noqa: E731
+    def form(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.cos().sin() + x.cos(), x.cos() * 2
+
     x = torch.randn(2, 3)
     graph = exported(Call(form), x)
     PassManager([PASS("eliminate-common-subexpressions")]).run(graph)
@@ -149,13 +151,12 @@ def test_a_match_that_is_not_convex_is_refused_with_the_reason(exported: Any, bo
 
 
 def test_a_result_that_is_read_too_early_is_refused(exported: Any) -> None:
-    form = lambda x: loops_back(x)  # noqa: E731
     x = torch.randn(2, 3)
-    graph = exported(Call(form), x)
+    graph = exported(Call(loops_back), x)
     assert TwoResults().run(graph) == 0
     (line,) = TwoResults().explain(graph)
     assert line.endswith("exp uses cos before the rest of the match")
-    torch.testing.assert_close(graph.interpret({"x": x})["output_0"], form(x))
+    torch.testing.assert_close(graph.interpret({"x": x})["output_0"], loops_back(x))
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:

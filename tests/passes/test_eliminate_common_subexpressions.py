@@ -24,7 +24,9 @@ class Call(nn.Module):
 
 
 def test_becomes(exported: Any, run: Any, body: Any) -> None:
-    form = lambda x: (x.cos() + 1) * (x.cos() + 1).sin()  # noqa: E731
+    def form(x: Tensor) -> Tensor:
+        return (x.cos() + 1) * (x.cos() + 1).sin()
+
     x = torch.randn(3, 8)
     graph = exported(Call(form), x)
     (record,) = run(graph, NAME)

@@ -71,7 +71,8 @@ class Packed(nn.Module):
         scale: Any = self.scale
         low, high = packed & 15, packed >> 4
         both = torch.stack([low, high], -1).flatten(1)
-        return x @ ((both.float() - 8) * scale).t()
+        table: Tensor = (both.float() - 8) * scale
+        return x @ table.t()
 
 
 @pytest.mark.parametrize("rows", [64, 4096])

@@ -108,7 +108,7 @@ def test_leaves_different_inputs(captured: Any, run: Any) -> None:
     linear = graph.find(LINEAR)[0]
     with graph.before(linear):
         other = graph.call(torch.ops.aten.mul.Tensor, linear.args[0], 2.0)
-    linear.replace_input_with(linear.args[0], other)  # type: ignore[arg-type]
+    linear.replace_input_with(linear.args[0], other)
     assert PASSES[NAME]().run(graph) == 1
 
 
