@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qopt import canonical
+from qopt import canonical, functional
 from qopt.graph import Graph
 from qopt.rewrite import Pass
 
@@ -32,4 +32,5 @@ class Canonicalize(Pass):
 
     def run(self, graph: Graph) -> int:
         """Apply the rules of `qopt.canonical`."""
-        return canonical.functionalize(graph) + canonical.canonicalize(graph)
+        values = canonical.functionalize(graph) + functional.functionalize(graph)
+        return values + canonical.canonicalize(graph)

@@ -265,19 +265,22 @@ def sized(config_class: Any, common: dict[str, Any], own: dict[str, Any]) -> Any
         if kind is None:
             continue
         try:
-            settings[name] = sized(concrete(inner, kind), common, kind)
-        except (TypeError, ValueError):  # made by the outer config itself
+            settings[name] = sized(concrete(config_class, name, inner, kind), common, kind)
+        except (TypeError, ValueError, AttributeError):  # made by the outer config itself
             continue
     plain = {k: v for k, v in own.items() if isinstance(v, dict) and k not in nested}
     return config_class(**settings | plain)
 
 
-def concrete(config_class: Any, own: dict[str, Any]) -> Any:
-    """The class of a nested config: the one declared, or that of the type which the data names."""
+def concrete(outer: Any, name: str, declared: Any, own: dict[str, Any]) -> Any:
+    """The class of a nested config: of the type that the data names, as declared, or as default."""
+    from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = own.get("model_type")
-    return CONFIG_MAPPING[kind] if kind else config_class
+    if kind:
+        return CONFIG_MAPPING[kind]
+    return type(getattr(outer(), name)) if declared is AutoConfig else declared
 
 
 def knows(config_class: Any, name: str) -> bool:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, fx
 
-from qopt.canonical import same_size, value
+from qopt.canonical import same_size, targets_of_write, value
 from qopt.errors import UnsupportedError
 from qopt.graph import Graph, describe
 from qopt.target import Target
@@ -274,6 +274,8 @@ class Builder:
         implementation = node.meta.get("implementation")
         if implementation is not None:
             return implementation.emit(self, node)
+        if targets_of_write(node):
+            raise self.refuse(node, "it writes into a tensor that something else reads")
         emitter = EMITTERS.get(node.target)
         if emitter is None:
             from qopt.emit.torchlib import call_torchlib

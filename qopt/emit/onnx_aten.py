@@ -10,7 +10,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, fx
 
-from qopt.canonical import argument, value
+from qopt.canonical import argument, same_shape, value
 from qopt.emit.builder import DTYPES, Builder, Emitter, emits
 
 aten = torch.ops.aten
@@ -88,6 +88,8 @@ table(
         aten.div.Tensor: binary("Div"),
         aten.div.Scalar: binary("Div"),
         aten.maximum.default: binary("Max"),
+        aten.max.other: binary("Max"),
+        aten.min.other: binary("Min"),
         aten.minimum.default: binary("Min"),
         aten.eq.Tensor: comparison("Equal"),
         aten.eq.Scalar: comparison("Equal"),
@@ -765,6 +767,114 @@ def flip(b: Builder, node: fx.Node) -> ir.Value:
     return b.op(
         "Slice", b.get(node.args[0]), b.const([-1] * n), b.const([-(1 << 62)] * n), b.const(dims), b.const([-1] * n)
     )
+
+
+# Writes, as values ---------------------------------------------------------------------------
+
+
+@emits(aten.slice_scatter.default)
+def slice_scatter(b: Builder, node: fx.Node) -> ir.Value:
+    """A range of a dimension replaced: what is before it, the new part, what is after it."""
+    dim, step = int(argument(node, 2, "dim", 0)), argument(node, 5, "step", 1)
+    start, end = argument(node, 3, "start"), argument(node, 4, "end")
+    if step != 1:
+        return strided_scatter(b, node, dim, start, step)
+    x, dtype = b.get(node.args[0]), value(node).dtype
+    axis, last = b.const([dim]), b.const([1 << 62])
+    parts = [b.get(node.args[1], dtype)]
+    if start not in (None, 0):
+        parts.insert(0, b.op("Slice", x, b.const([0]), b.number(start), axis))
+    if end is not None and not (isinstance(end, int) and end >= 1 << 60):
+        parts.append(b.op("Slice", x, b.number(end), last, axis))
+    return parts[0] if len(parts) == 1 else b.op("Concat", *parts, axis=dim)
+
+
+def strided_scatter(b: Builder, node: fx.Node, dim: int, start: Any, step: Any) -> ir.Value:
+    """Every `step`-th slice replaced."""
+    x, new = node.args[:2]
+    assert isinstance(x, fx.Node)
+    assert isinstance(new, fx.Node)
+    if (isinstance(start, int) and start < 0) or isinstance(start, fx.Node):
+        raise b.refuse(node, "a strided write from a start that is counted from the end")
+    rank, zero = value(x).dim(), b.const([0])
+    count = b.op("Squeeze", b.size(new, dim), zero)
+    places = b.op("Range", b.const(0), count, b.const(1))
+    places = b.op("Add", b.op("Mul", places, b.const(int(step))), b.const(int(start or 0)))
+    shape = b.op("Unsqueeze", places, b.const([d for d in range(rank) if d != dim % rank]))
+    places = b.op("Expand", shape, b.op("Shape", b.get(new)))
+    return b.op("ScatterElements", b.get(x), places, b.get(new, value(node).dtype), axis=dim)
+
+
+@emits(aten.select_scatter.default)
+def select_scatter(b: Builder, node: fx.Node) -> ir.Value:
+    """One slice of a dimension replaced."""
+    dim, index = int(node.args[2]), node.args[3]  # type: ignore[call-overload]
+    x, axis = b.get(node.args[0]), b.const([dim])
+    new = b.op("Unsqueeze", b.get(node.args[1], value(node).dtype), axis)
+    at = b.number(index)
+    before = b.op("Slice", x, b.const([0]), at, axis)
+    after = b.op("Add", at, b.const([1]))
+    if isinstance(index, int) and index == -1:
+        return b.op("Concat", before, new, axis=dim)
+    rest = b.op("Slice", x, after, b.const([1 << 62]), axis)
+    return b.op("Concat", before, new, rest, axis=dim)
+
+
+@emits(aten.copy.default)
+def copy(b: Builder, node: fx.Node) -> ir.Value:
+    """The second tensor, in type and shape of the first."""
+    x, source = node.args[:2]
+    assert isinstance(x, fx.Node)
+    made = b.get(source, value(node).dtype)
+    if isinstance(source, fx.Node) and same_shape(value(source), value(x)):
+        return made
+    return b.op("Expand", made, b.sizes(x))
+
+
+@emits(aten.fill.Scalar, aten.fill.Tensor, aten.zero.default)
+def fill(b: Builder, node: fx.Node) -> ir.Value:
+    """A number in every place of a tensor."""
+    x = node.args[0]
+    assert isinstance(x, fx.Node)
+    number = 0 if node.target is aten.zero.default else node.args[1]
+    return b.op("Expand", b.get(number, value(node).dtype), b.sizes(x))
+
+
+@emits(aten.index_put.default, aten._unsafe_index_put.default)
+def index_put(b: Builder, node: fx.Node) -> ir.Value:
+    """Elements replaced, or added to, at integer indices of the leading dimensions, or by a mask."""
+    x, indices, new = node.args[:3]
+    add = bool(argument(node, 3, "accumulate", False))
+    items = list(indices)  # type: ignore[arg-type]
+    dtype = value(node).dtype
+    assert isinstance(x, fx.Node)
+    if len(items) == 1 and value(items[0]).dtype == torch.bool:
+        return masked_put(b, node, x, items[0], new, add)
+    if any(item is None or value(item).dtype == torch.bool for item in items):
+        raise b.refuse(node, "a write at indices of some later dimension")
+    shape = broadcast_shape(b, items)
+    parts = [
+        b.op("Unsqueeze", b.op("Expand", b.get(item, torch.int64), shape), b.const([-1]))
+        for item in items
+    ]
+    places = b.op("Concat", *parts, axis=-1)
+    tail = b.op("Shape", b.get(x), start=len(items))
+    updates = b.op("Expand", b.get(new, dtype), b.op("Concat", shape, tail, axis=0))
+    return b.op("ScatterND", b.get(x), places, updates, reduction="add" if add else "none")
+
+
+def masked_put(
+    b: Builder, node: fx.Node, x: fx.Node, mask: fx.Node, new: Any, add: bool
+) -> ir.Value:
+    """One number where the mask is true."""
+    single = not isinstance(new, fx.Node) or value(new).numel() == 1
+    if add or not single:
+        raise b.refuse(node, "a write of several values by a mask")
+    dtype, lead = value(node).dtype, value(x).dim() - value(mask).dim()
+    where = b.get(mask)
+    if lead:
+        where = b.op("Unsqueeze", where, b.const(list(range(-lead, 0))))
+    return b.op("Where", where, b.get(new, dtype), b.get(x))
 
 
 # Making tensors ------------------------------------------------------------------------------
