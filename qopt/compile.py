@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import qopt
@@ -127,20 +129,23 @@ def compile(
             try:
                 manager.run(graph)
             finally:
+                watch.check = None  # it keeps evaluated weights
                 report.passes = [pass_row(record) for record in manager.records]
         with progress.step("writing", size or None) as advance:
             counted = Counted(advance)
             written = write_onnx(graph, writer.folder, place, limit, counted)
             check_file(writer.folder / "model.onnx", weights=not no_weights)
-        del watch, manager
         report.lowering = [
             LoweringRow(c.op, c.implementation, c.count, told(c.refusals)) for c in written.choices
         ]
         report.notes += [*graph.notes, *written.notes, *fallback_notes(written)]
-        explained = [line for r in report_explain(passes, explain, graph) for line in r]
-        report.notes += explained
+        if chosen.check == "off" and not no_weights:
+            report.notes.append("not checked: nothing shows that the artifact computes the model")
+        report.notes += explained(manager.records, explain)
         resolved = chosen.replace(dtype=short_name(element), opset=written.opset)
-        manifest = manifest_of(graph, written, resolved, source, model, digests, report, not no_weights)
+        manifest = manifest_of(
+            graph, written, resolved, source, model, digests, report, not no_weights
+        )
         write_folder(writer, graph, written, resolved, source, manifest)
         writer.write_manifest(manifest)
         if chosen.check != "off":
@@ -212,7 +217,9 @@ def announce_memory(progress: Progress, check: str, size: int, budget: int) -> N
         raise ResourceError(
             f"about {need / 1e9:.1f} GB of memory are needed, {budget / 1e9:.1f} GB may be used",
             why="the check loads the whole model" if check != "off" else None,
-            todo="compile with --check off, or allow more with --max-ram" if check != "off" else None,
+            todo="compile with --check off, or allow more with --max-ram"
+            if check != "off"
+            else None,
         )
 
 
@@ -239,13 +246,16 @@ def fallback_notes(written: Written) -> list[str]:
     return notes
 
 
-def report_explain(passes: Sequence[tuple[Any, Any]], names: Sequence[str], graph: Graph) -> list[list[str]]:
-    """What each pass that was asked about left, and why."""
-    known = {item.name for item, _ in passes}
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise UsageError(f"--explain {unknown[0]}: the recipe has no such pass")
-    return []
+def explained(records: Sequence[PassRecord], names: Sequence[str]) -> list[str]:
+    """For each pass that was asked about, the candidates that it left, and why."""
+    lines = []
+    for name in names:
+        ran = [record for record in records if record.name == name]
+        if not ran:
+            raise UsageError(f"--explain {name}: the recipe runs no such pass")
+        left = [f"{name} left {line}" for record in ran for line in record.left]
+        lines += left or [f"{name} left no candidate"]
+    return lines
 
 
 def manifest_of(
@@ -268,7 +278,9 @@ def manifest_of(
         ir_version=written.ir_version,
         model=graph.info,
         source=SourceInfo(
-            kind=source_kind(source), id=source.identity or None, digest=source.digest if weights else None
+            kind=source_kind(source),
+            id=source.identity or None,
+            digest=source.digest if weights else None,
         ),
         adapter=source.adapter.digest if source.adapter else None,
         plugins=plugins,
@@ -307,7 +319,9 @@ def write_folder(
     (writer.folder / "recipe.yaml").write_text(recipe.dump(), encoding="utf-8")
     if graph.info.kind != "decoder":
         return
-    config = source.config.to_dict() if source.config is not None and source.folder is None else None
+    config = (
+        source.config.to_dict() if source.config is not None and source.folder is None else None
+    )
     write_sidecars(writer.folder, source.folder, config=config)
     refusal = genai_refusal(graph.info, manifest.inputs, manifest.outputs)
     if refusal is not None:
@@ -379,3 +393,13 @@ def environment() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+class _CallableModule(ModuleType):
+    """Python binds a submodule over a name of its package: `qopt.compile` is both."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> CompileResult:
+        return compile(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule
