@@ -63,6 +63,13 @@ class Verification:
         """Plain values, for JSON."""
         return {"passed": self.passed, **asdict(self)}
 
+    def tables(self) -> list[Any]:
+        """The probes, and what else there is to say."""
+        from qopt.report import CheckRow, Report
+
+        rows = [CheckRow(p.probe, p.figures, p.limits, p.passed) for p in self.probes]
+        return Report(checks=rows, notes=self.notes).tables()
+
 
 # Metrics -------------------------------------------------------------------------------------
 
@@ -148,7 +155,9 @@ class GraphCheck:
         if graph.info.kind != "decoder":
             inputs = example_inputs(graph)
             out = graph.interpret(inputs, load=self.cache.get)
-            return [flat_rows(t.float().numpy()) for t in out.values() if isinstance(t, torch.Tensor)]
+            return [
+                flat_rows(t.float().numpy()) for t in out.values() if isinstance(t, torch.Tensor)
+            ]
         generator = torch.Generator().manual_seed(SEED)
         high = graph.info.vocab_size or 64
         ids = torch.randint(0, high, (2, 6), generator=generator)
@@ -266,7 +275,9 @@ def check_artifact(job: Job) -> Verification:
         )
     if lines:
         told = json.loads(lines[-1])
-        raise _kind(told["code"])(told["what"], where=told["where"], why=told["why"], todo=told["todo"])
+        raise _kind(told["code"])(
+            told["what"], where=told["where"], why=told["why"], todo=told["todo"]
+        )
     tail = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
     raise GateError("the check could not be run", why=tail[0], todo="run again with --debug")
 
@@ -371,19 +382,23 @@ def load_reference(source: Any) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet: Any = logging  # transformers leaves these without types
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
     if source.module is not None:
         return source.module.eval().float()
+    model: Any
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     if source.adapter is None and source.file is not None:
         gguf = {"gguf_file": source.file.name}
         model = AutoModelForCausalLM.from_pretrained(source.file.parent, **gguf, **options)
     elif source.adapter is None and whole_checkpoint(source):
-        model = AutoModelForCausalLM.from_pretrained(source.folder, local_files_only=True, **options)
+        model = AutoModelForCausalLM.from_pretrained(
+            source.folder, local_files_only=True, **options
+        )
     else:  # an adapter, or a part of a checkpoint: transformers' class, our tensors
         model = filled_model(source)
-    return model.eval()
+    return model.eval()  # type: ignore[no-untyped-call]
 
 
 def whole_checkpoint(source: Any) -> bool:
@@ -401,9 +416,8 @@ def filled_model(source: Any) -> Any:
 
     from qopt.sources import bind_weights
 
-    model = AutoModelForCausalLM.from_config(
-        source.config, dtype=torch.float32, attn_implementation="eager"
-    )
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(source.config, dtype=torch.float32, attn_implementation="eager")
     state = model.state_dict(keep_vars=True)
     with torch.no_grad():
         for name, weight in bind_weights(model, source).items():
@@ -448,7 +462,9 @@ def decoder_probes(artifact: Artifact, reference: Reference, notes: list[str]) -
             yield Probe("unequal lengths", rows, calls)
     for window in sorted({layer.window for layer in info.layers if layer.window}):
         if window + 9 > min(LONGEST, limit):
-            notes.append(f"the window of {window} tokens is longer than the probes, and not reached")
+            notes.append(
+                f"the window of {window} tokens is longer than the probes, and not reached"
+            )
             continue
         yield even(f"past the window of {window}", 2, [window + 7, 1, 1])
         yield even(f"over the edge of the window of {window}", 2, [max(window - 1, 1), 1, 1, 1])
@@ -522,10 +538,14 @@ class DecoderRun:
         past = {}
         for name, spec in self.session.inputs.items():
             if name.startswith("past_key_values."):
-                past[name] = np.zeros((count, int(spec.shape[1]), 0, int(spec.shape[3])), spec.dtype)
+                past[name] = np.zeros(
+                    (count, int(spec.shape[1]), 0, int(spec.shape[3])), spec.dtype
+                )
         return past
 
-    def _call(self, ids: Array, mask: Array, positions: Array, past: dict[str, Array]) -> dict[str, Array]:
+    def _call(
+        self, ids: Array, mask: Array, positions: Array, past: dict[str, Array]
+    ) -> dict[str, Array]:
         feeds = {"input_ids": ids, "attention_mask": mask, **past}
         if "position_ids" in self.names:
             feeds["position_ids"] = positions
@@ -565,7 +585,8 @@ def module_feeds(artifact: Artifact, batch: int, source: Any) -> dict[str, Array
     feeds = {}
     for spec in artifact.manifest.inputs:
         shape = [
-            d if isinstance(d, int) else sizes.setdefault(d, batch + 2 * len(sizes)) for d in spec.shape
+            d if isinstance(d, int) else sizes.setdefault(d, batch + 2 * len(sizes))
+            for d in spec.shape
         ]
         dtype = getattr(torch, spec.dtype)
         feeds[spec.name] = random_input(spec.name, shape, dtype, generator).numpy()

@@ -161,8 +161,8 @@ def verify_command(state: State, /, artifact: Path, model: str | None) -> None:
     from qopt.check import verify
 
     result = verify(artifact, model)
-    state.show(result)
-    if not getattr(result, "passed", True):
+    state.show(result.to_dict() if state.json else result)
+    if not result.passed:
         raise GateError("the artifact differs from the model", where=str(artifact))
 
 
