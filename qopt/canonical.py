@@ -172,6 +172,16 @@ def value(node: Any) -> Any:
     return node.meta["val"] if isinstance(node, fx.Node) else node
 
 
+def operands(node: fx.Node) -> tuple[Any, ...]:
+    """The positional arguments of a call."""
+    return node.args
+
+
+def options(node: fx.Node) -> dict[str, Any]:
+    """The named arguments of a call."""
+    return dict(node.kwargs)
+
+
 def same_shape(a: Any, b: Any) -> bool:
     """Whether two fake tensors have provably equal shapes."""
     return len(a.shape) == len(b.shape) and all(

@@ -398,7 +398,7 @@ def load_reference(source: Any) -> Any:
         )
     else:  # an adapter, or a part of a checkpoint: transformers' class, our tensors
         model = filled_model(source)
-    return model.eval()  # type: ignore[no-untyped-call]
+    return model.eval()
 
 
 def whole_checkpoint(source: Any) -> bool:

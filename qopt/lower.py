@@ -153,7 +153,9 @@ def inline(graph: Graph, node: fx.Node, body: fx.Graph, sources: list[fx.Node]) 
                 held = getattr(body.owning_module, str(inner.target))
                 from qopt.weights import LazyWeight
 
-                copies[inner] = graph.add_weight(f"{node.name}.{inner.target}", LazyWeight.memory(held))
+                copies[inner] = graph.add_weight(
+                    f"{node.name}.{inner.target}", LazyWeight.memory(held)
+                )
             elif inner.op == "call_function":
                 copies[inner] = graph.fx.node_copy(inner, copies.__getitem__)
                 copies[inner].meta = {"val": inner.meta["val"], **trace_of(node)}
@@ -163,8 +165,8 @@ def inline(graph: Graph, node: fx.Node, body: fx.Graph, sources: list[fx.Node]) 
         return
     for user in list(node.users):
         index = user.args[1]
-        made = results[index]  # type: ignore[index]
-        user.replace_all_uses_with(copies[made])  # type: ignore[index]
+        made = results[index]
+        user.replace_all_uses_with(copies[made])
         graph.fx.erase_node(user)
     graph.erase(node)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -31,6 +31,7 @@ DTYPES = {
     torch.bool: ir.DataType.BOOL,
 }
 
+Made = TypeVar("Made")
 Emitted = Any  # an ir.Value, or a list of them for a node with several results
 Emitter = Callable[["Builder", fx.Node], Emitted]
 EMITTERS: dict[Any, Emitter] = {}
@@ -71,10 +72,14 @@ class Builder:
 
     # Nodes
 
-    def op(
-        self, kind: str, *inputs: ir.Value | None, outputs: int = 1, domain: str = "", **attrs: Any
-    ) -> Any:
-        """Add a node; returns its value, or a list of `outputs` values."""
+    def op(self, kind: str, *inputs: ir.Value | None, domain: str = "", **attrs: Any) -> ir.Value:
+        """Add a node; returns its value."""
+        return self.ops(kind, 1, *inputs, domain=domain, **attrs)[0]
+
+    def ops(
+        self, kind: str, outputs: int, *inputs: ir.Value | None, domain: str = "", **attrs: Any
+    ) -> list[ir.Value]:
+        """Add a node with several results; returns their values."""
         given = list(inputs)
         while given and given[-1] is None:
             given.pop()
@@ -90,11 +95,17 @@ class Builder:
                 name=self.fresh(f"{self.current}/node/{kind}"),
             )
         )
-        return made[0] if outputs == 1 else made
+        return made
 
-    def microsoft(self, kind: str, *inputs: ir.Value | None, outputs: int = 1, **attrs: Any) -> Any:
+    def microsoft(self, kind: str, *inputs: ir.Value | None, **attrs: Any) -> ir.Value:
         """Add a `com.microsoft` node."""
-        return self.op(kind, *inputs, outputs=outputs, domain=MICROSOFT, **attrs)
+        return self.op(kind, *inputs, domain=MICROSOFT, **attrs)
+
+    def microsoft_ops(
+        self, kind: str, outputs: int, *inputs: ir.Value | None, **attrs: Any
+    ) -> list[ir.Value]:
+        """Add a `com.microsoft` node with several results."""
+        return self.ops(kind, outputs, *inputs, domain=MICROSOFT, **attrs)
 
     def needs(self, opset: int) -> None:
         """Note that an op of this opset is used."""
@@ -109,11 +120,12 @@ class Builder:
         self.names.add(unique)
         return unique
 
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+    def once(self, key: Any, make: Callable[[], Made]) -> Made:
         """Compute a value that several nodes share at its first use."""
         if key not in self.once_values:
             self.once_values[key] = make()
-        return self.once_values[key]
+        made: Made = self.once_values[key]
+        return made
 
     # Constants and weights
 
@@ -156,7 +168,7 @@ class Builder:
     def get(self, node: Any, dtype: torch.dtype | None = None) -> ir.Value:
         """The value of an argument: a node, or a number as a constant, cast to `dtype`."""
         if isinstance(node, fx.Node):
-            made = self.value_of(node)
+            made: ir.Value = self.value_of(node)
             held = value(node)
             if isinstance(held, torch.SymInt | torch.SymFloat | int | float):
                 kind = torch.int64 if isinstance(held, torch.SymInt | int) else torch.float32
@@ -164,7 +176,7 @@ class Builder:
                 return self.cast(scalar, kind, dtype) if dtype else scalar
             if dtype is not None:
                 return self.cast(made, held.dtype, dtype)
-            return made  # type: ignore[no-any-return]
+            return made
         if isinstance(node, Tensor):
             return self.const(node, dtype)
         return self.const(node, dtype or number_type(node))
@@ -186,7 +198,8 @@ class Builder:
             held = value(item)
             if isinstance(held, Tensor):
                 return self.op("Reshape", self.get(item, torch.int64), self.const([1]))
-            return self.values[item]  # type: ignore[no-any-return]
+            size: ir.Value = self.values[item]
+            return size
         return self.const([int(item)])
 
     def shape(self, sizes: Sequence[Any]) -> ir.Value:
@@ -214,16 +227,14 @@ class Builder:
             return self.const([held])
         source = self.value_of(node)
         key = ("size", source, dim)
-        return self.once(  # type: ignore[no-any-return]
-            key, lambda: self.op("Shape", source, start=dim, end=dim + 1)
-        )
+        return self.once(key, lambda: self.op("Shape", source, start=dim, end=dim + 1))
 
     def sizes(self, node: fx.Node) -> ir.Value:
         """The shape of a tensor as an int64 vector."""
         held = value(node).shape
         if not any(isinstance(s, torch.SymInt) for s in held):
             return self.const([int(s) for s in held] or torch.zeros(0, dtype=torch.int64))
-        return self.op("Shape", self.value_of(node))  # type: ignore[no-any-return]
+        return self.op("Shape", self.value_of(node))
 
     def reshape(self, node: fx.Node, source: fx.Node, sizes: Sequence[Any]) -> ir.Value:
         """`source` in the shape of `node`, dimensions copied or inferred where that says it."""
@@ -242,7 +253,7 @@ class Builder:
         elif open_dims:
             for i in open_dims:
                 target[i] = sizes[i]
-        return self.op("Reshape", self.value_of(source), self.shape(target))  # type: ignore[no-any-return]
+        return self.op("Reshape", self.value_of(source), self.shape(target))
 
     # Driving
 

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, fx
 
-from qopt.canonical import value
+from qopt.canonical import operands, options, value
 from qopt.emit.builder import DTYPES, Builder
 from qopt.emit.onnx_aten import activation
 from qopt.graph import Graph
@@ -39,7 +39,9 @@ def half(node: fx.Node) -> str | None:
     """Why an op that rounds once cannot run this node in half precision."""
     first = value(node)
     first = first[0] if isinstance(first, list | tuple) else first
-    return None if first.dtype == torch.float32 else "it rounds the product with the weight only once"
+    return (
+        None if first.dtype == torch.float32 else "it rounds the product with the weight only once"
+    )
 
 
 def gamma(b: Builder, weight: Any, x: fx.Node) -> ir.Value:
@@ -60,16 +62,20 @@ class StandardRMSNorm(Plain):
         """It exists from opset 23 on; the place of the rounding matters below fp32."""
         if context.opset < 23:
             return f"it needs opset 23, the limit is {context.opset}"
-        if value(node).dtype != torch.float32 and not node.args[3] and node.args[1] is not None:
+        if (
+            value(node).dtype != torch.float32
+            and not operands(node)[3]
+            and operands(node)[1] is not None
+        ):
             return "the model rounds after the weight, the op before it"
         return None
 
     def emit(self, b: Builder, node: fx.Node) -> ir.Value:
         """One node."""
-        x, weight, eps = node.args[:3]
+        x, weight, eps = operands(node)[:3]
         b.needs(23)
-        scale = gamma(b, weight, x)  # type: ignore[arg-type]
-        return b.op("RMSNormalization", b.get(x), scale, axis=-1, epsilon=float(eps), stash_type=1)  # type: ignore[arg-type]
+        scale = gamma(b, weight, x)
+        return b.op("RMSNormalization", b.get(x), scale, axis=-1, epsilon=float(eps), stash_type=1)
 
 
 @implements("add_rms_norm", "onnx-cpu")
@@ -80,20 +86,20 @@ class SkipRMSNorm(Plain):
 
     def refuses(self, context: Context, node: fx.Node) -> str | None:
         """Three dimensions, and one rounding."""
-        if value(node.args[0]).dim() not in (2, 3):
-            return f"it takes 2 or 3 dimensions, not {value(node.args[0]).dim()}"
-        return None if node.args[2] is None else half(node)
+        if value(operands(node)[0]).dim() not in (2, 3):
+            return f"it takes 2 or 3 dimensions, not {value(operands(node)[0]).dim()}"
+        return None if operands(node)[2] is None else half(node)
 
     def emit(self, b: Builder, node: fx.Node) -> list[ir.Value]:
         """One node with two of its four results."""
-        x, residual, weight, eps = node.args[:4]
-        out = b.microsoft(
+        x, residual, weight, eps = operands(node)[:4]
+        out = b.microsoft_ops(
             "SkipSimplifiedLayerNormalization",
+            4,
             b.get(x),
             b.get(residual),
-            gamma(b, weight, x),  # type: ignore[arg-type]
-            outputs=4,
-            epsilon=float(eps),  # type: ignore[arg-type]
+            gamma(b, weight, x),
+            epsilon=float(eps),
         )
         return skip_results(out)
 
@@ -106,21 +112,21 @@ class SkipLayerNorm(Plain):
 
     def refuses(self, context: Context, node: fx.Node) -> str | None:
         """Three dimensions, and one rounding."""
-        if value(node.args[0]).dim() not in (2, 3):
-            return f"it takes 2 or 3 dimensions, not {value(node.args[0]).dim()}"
+        if value(operands(node)[0]).dim() not in (2, 3):
+            return f"it takes 2 or 3 dimensions, not {value(operands(node)[0]).dim()}"
         return half(node)
 
     def emit(self, b: Builder, node: fx.Node) -> list[ir.Value]:
         """One node with two of its four results."""
-        x, residual, weight, bias, eps = node.args[:5]
-        out = b.microsoft(
+        x, residual, weight, bias, eps = operands(node)[:5]
+        out = b.microsoft_ops(
             "SkipLayerNormalization",
+            4,
             b.get(x),
             b.get(residual),
-            gamma(b, weight, x),  # type: ignore[arg-type]
+            gamma(b, weight, x),
             None if bias is None else b.get(bias),
-            outputs=4,
-            epsilon=float(eps),  # type: ignore[arg-type]
+            epsilon=float(eps),
         )
         return skip_results(out)
 
@@ -140,8 +146,8 @@ class Gated(Plain):
 
     def emit(self, b: Builder, node: fx.Node) -> ir.Value:
         """Two or three nodes."""
-        gate, up, *rest = node.args
-        name = str(rest[0]) if rest else str(node.kwargs.get("activation", "silu"))
+        gate, up, *rest = operands(node)
+        name = str(rest[0]) if rest else str(options(node).get("activation", "silu"))
         return b.op("Mul", activation(b, name, b.get(gate)), b.get(up))
 
 
@@ -153,7 +159,7 @@ class LastTokens(Plain):
 
     def emit(self, b: Builder, node: fx.Node) -> ir.Value:
         """Columns length - n to length - 1 of each row; all of them where n is 0."""
-        x, mask, n = node.args
+        x, mask, n = operands(node)
         assert isinstance(x, fx.Node)
         assert isinstance(mask, fx.Node)
         columns = b.size(x, 1)
@@ -172,9 +178,9 @@ def query_lengths(b: Builder, mask: fx.Node, columns: ir.Value) -> ir.Value:
 
     def make() -> ir.Value:
         new = b.op("Slice", b.get(mask), b.op("Neg", columns), b.const([1 << 62]), b.const([1]))
-        return b.op("ReduceSum", new, b.const([1]), keepdims=0)  # type: ignore[no-any-return]
+        return b.op("ReduceSum", new, b.const([1]), keepdims=0)
 
-    return b.once("query_lengths", make)  # type: ignore[no-any-return]
+    return b.once("query_lengths", make)
 
 
 @implements("rotary", "onnx", "onnx-cpu")
@@ -187,17 +193,17 @@ class StandardRotary(Plain):
         """It exists from opset 23 on, and wants angles in the type of x."""
         if context.opset < 23:
             return f"it needs opset 23, the limit is {context.opset}"
-        if value(node.args[1]).dtype != value(node.args[0]).dtype:
+        if value(operands(node)[1]).dtype != value(operands(node)[0]).dtype:
             return "the angles are not of the type of x"
         return None
 
     def emit(self, b: Builder, node: fx.Node) -> ir.Value:
         """One node, the angles in one row for each sequence."""
-        x, cos, sin, *rest = node.args
+        x, cos, sin, *rest = operands(node)
         assert isinstance(x, fx.Node)
         b.needs(23)
         size, width = int(value(x).shape[-1]), 2 * int(value(cos).shape[-1])
-        return b.op(  # type: ignore[no-any-return]
+        return b.op(
             "RotaryEmbedding",
             b.get(x),
             rows(b, cos, x),
@@ -214,9 +220,9 @@ def rows(b: Builder, table: Any, x: fx.Node) -> ir.Value:
 
     def make() -> ir.Value:
         shape = b.op("Concat", b.size(x, 0), b.const([1, 1]), axis=0)
-        return b.op("Expand", b.get(table), shape)  # type: ignore[no-any-return]
+        return b.op("Expand", b.get(table), shape)
 
-    return b.once(("rows", table), make)  # type: ignore[no-any-return]
+    return b.once(("rows", table), make)
 
 
 # Attention -----------------------------------------------------------------------------------
@@ -230,7 +236,7 @@ class GroupQueryAttention:
 
     def refuses(self, context: Context, node: fx.Node) -> str | None:
         """What onnxruntime's CPU kernel cannot take (measured with 1.32)."""
-        q, k, v, past_key = node.args[:4]
+        q, k, v, past_key = operands(node)[:4]
         key_size, value_size = int(value(k).shape[-1]), int(value(v).shape[-1])
         if past_key is None:
             return "it reads another layer's cache"
@@ -240,9 +246,9 @@ class GroupQueryAttention:
             return f"keys have {key_size} elements, values {value_size}"
         if key_size % 8:
             return f"the head size {key_size} is no multiple of 8"
-        if not node.kwargs.get("causal", True):
+        if not options(node).get("causal", True):
             return "it is not causal"
-        mask = node.args[5]
+        mask = operands(node)[5]
         if not isinstance(mask, fx.Node) or mask.op != "placeholder":
             return "its mask is no input"
         node.meta["rotation"], why = rotation(context, node)
@@ -253,24 +259,26 @@ class GroupQueryAttention:
     def sources(self, node: fx.Node) -> Iterable[fx.Node]:
         """Queries, keys and values before rotation and reordering; the cache and the mask."""
         projected = packed(node)
-        heads = [projected] if projected is not None else [flat_source(n) for n in self._heads(node)]
-        others = [node.args[3], node.args[4], node.args[5], *node.args[6:7]]
+        heads = (
+            [projected] if projected is not None else [flat_source(n) for n in self._heads(node)]
+        )
+        others = [operands(node)[3], operands(node)[4], operands(node)[5], *operands(node)[6:7]]
         return [n for n in (*heads, *others) if isinstance(n, fx.Node)]
 
     def _heads(self, node: fx.Node) -> list[fx.Node]:
         """q, k and v, before the rotation where the op rotates."""
         found = []
-        for argument in node.args[:3]:
+        for argument in operands(node)[:3]:
             assert isinstance(argument, fx.Node)
             inside = node.meta["rotation"] is not None and argument.target is ROTARY
-            found.append(argument.args[0] if inside else argument)
-        return found  # type: ignore[return-value]
+            found.append(operands(argument)[0] if inside else argument)
+        return found
 
     def emit(self, b: Builder, node: fx.Node) -> list[Any]:
         """One node, and for the whole graph the lengths that it reads."""
-        past_key, past_value, mask = node.args[3:6]
-        sinks = node.args[6] if len(node.args) > 6 else None
-        q, k = node.args[0], node.args[1]
+        past_key, past_value, mask = operands(node)[3:6]
+        sinks = operands(node)[6] if len(operands(node)) > 6 else None
+        q, k = operands(node)[0], operands(node)[1]
         assert isinstance(mask, fx.Node)
         tables = node.meta["rotation"]
         projected = packed(node)
@@ -278,9 +286,10 @@ class GroupQueryAttention:
             heads = [b.get(projected), None, None]
         else:
             heads = [flatten_heads(b, n) for n in self._heads(node)]
-        window = node.kwargs.get("window")
-        out, key, held = b.microsoft(
+        window = options(node).get("window")
+        out, key, held = b.microsoft_ops(
             "GroupQueryAttention",
+            3,
             *heads,
             b.get(past_key),
             b.get(past_value),
@@ -295,12 +304,11 @@ class GroupQueryAttention:
             None,
             None,
             query_lengths_32(b, mask, lambda: new_columns(b, node, projected)),
-            outputs=3,
             num_heads=int(value(q).shape[1]),
             kv_num_heads=int(value(k).shape[1]),
-            scale=float(node.kwargs["scale"]),  # type: ignore[arg-type]
-            local_window_size=None if window is None else int(window),  # type: ignore[call-overload]
-            softcap=node.kwargs.get("softcap"),
+            scale=float(options(node)["scale"]),
+            local_window_size=None if window is None else int(window),
+            softcap=options(node).get("softcap"),
             do_rotary=int(tables is not None),
             rotary_interleaved=int(tables is not None and tables.interleaved) or None,
         )
@@ -332,7 +340,7 @@ def unflatten_later(b: Builder, node: fx.Node, out: ir.Value) -> ir.Value:
     if direct:
         return out
     sizes = b.const([0, 0, int(fake.shape[2]), int(fake.shape[3])])
-    return b.op("Reshape", out, sizes)  # type: ignore[no-any-return]
+    return b.op("Reshape", out, sizes)
 
 
 def key_lengths(b: Builder, mask: fx.Node) -> ir.Value:
@@ -340,9 +348,9 @@ def key_lengths(b: Builder, mask: fx.Node) -> ir.Value:
 
     def make() -> ir.Value:
         total = b.op("ReduceSum", b.get(mask), b.const([1]), keepdims=0)
-        return b.op("Cast", b.op("Sub", total, b.const([1])), to=ir.DataType.INT32)  # type: ignore[no-any-return]
+        return b.op("Cast", b.op("Sub", total, b.const([1])), to=ir.DataType.INT32)
 
-    return b.once("seqlens_k", make)  # type: ignore[no-any-return]
+    return b.once("seqlens_k", make)
 
 
 def total_length(b: Builder, mask: fx.Node) -> ir.Value:
@@ -350,24 +358,24 @@ def total_length(b: Builder, mask: fx.Node) -> ir.Value:
 
     def make() -> ir.Value:
         scalar = b.op("Squeeze", b.size(mask, 1), b.const([0]))
-        return b.op("Cast", scalar, to=ir.DataType.INT32)  # type: ignore[no-any-return]
+        return b.op("Cast", scalar, to=ir.DataType.INT32)
 
-    return b.once("total_sequence_length", make)  # type: ignore[no-any-return]
+    return b.once("total_sequence_length", make)
 
 
 def query_lengths_32(b: Builder, mask: fx.Node, columns: Callable[[], ir.Value]) -> ir.Value:
     """Real new tokens of each row: int32 [B]."""
 
     def make() -> ir.Value:
-        return b.op("Cast", query_lengths(b, mask, columns()), to=ir.DataType.INT32)  # type: ignore[no-any-return]
+        return b.op("Cast", query_lengths(b, mask, columns()), to=ir.DataType.INT32)
 
-    return b.once("query_seqlens", make)  # type: ignore[no-any-return]
+    return b.once("query_seqlens", make)
 
 
 def head_source(node: fx.Node) -> tuple[fx.Node, bool]:
     """Where (B, H, S, D) heads come from: a (B, S, H * D) node, or else (B, S, H, D) or itself."""
-    if node.target is aten.transpose.int and set(node.args[1:]) == {1, 2}:
-        inner = node.args[0]
+    if node.target is aten.transpose.int and set(operands(node)[1:]) == {1, 2}:
+        inner = operands(node)[0]
         assert isinstance(inner, fx.Node)
         if inner.target is aten.reshape.default:
             flat = inner.args[0]
@@ -393,41 +401,41 @@ def flatten_heads(b: Builder, node: fx.Node) -> ir.Value:
     made = b.get(source)
     if source is node:
         made = b.op("Transpose", made, perm=[0, 2, 1, 3])
-    return b.op("Reshape", made, b.const([0, 0, width]))  # type: ignore[no-any-return]
+    return b.op("Reshape", made, b.const([0, 0, width]))
 
 
 def packed(node: fx.Node) -> fx.Node | None:
     """The one projection whose three pieces q, k and v are, in order and whole."""
     pieces = []
-    for argument in node.args[:3]:
+    for argument in operands(node)[:3]:
         assert isinstance(argument, fx.Node)
         if argument.target is ROTARY:
             if node.meta.get("rotation") is None:
                 return None
-            argument = argument.args[0]  # type: ignore[assignment]
+            argument = operands(argument)[0]
         source, flat = head_source(argument)
         if not flat or source.target is not operator.getitem:
             return None
         pieces.append(source)
-    splits = {piece.args[0] for piece in pieces}
-    split = next(iter(splits))
-    if len(splits) != 1 or not isinstance(split, fx.Node):
+    split = operands(pieces[0])[0]
+    if any(operands(piece)[0] is not split for piece in pieces):
         return None
-    if split.target is not aten.split_with_sizes.default or len(split.args[1]) != 3:  # type: ignore[arg-type]
+    if split.target is not aten.split_with_sizes.default or len(operands(split)[1]) != 3:
         return None
-    if [piece.args[1] for piece in pieces] != [0, 1, 2]:
+    if [operands(piece)[1] for piece in pieces] != [0, 1, 2]:
         return None
-    return split.args[0]  # type: ignore[return-value]
+    projected: fx.Node = operands(split)[0]
+    return projected
 
 
 def new_columns(b: Builder, node: fx.Node, projected: fx.Node | None) -> ir.Value:
     """How many new columns there are, read from what is written for sure: int64 [1]."""
     if projected is not None:
         return b.size(projected, 1)
-    argument = node.args[0]
+    argument = operands(node)[0]
     assert isinstance(argument, fx.Node)
     if node.meta["rotation"] is not None and argument.target is ROTARY:
-        argument = argument.args[0]  # type: ignore[assignment]
+        argument = argument.args[0]
     source, _ = head_source(argument)
     return b.size(source, 2 if source is argument else 1)
 
@@ -459,7 +467,7 @@ def rotation_tables(b: Builder, tables: Tables) -> tuple[ir.Value, ir.Value]:
 
 def rotation(context: Context, node: fx.Node) -> tuple[Tables | None, str | None]:
     """The tables for a rotation inside the op, or why it stays outside."""
-    q, k = node.args[:2]
+    q, k = operands(node)[:2]
     assert isinstance(q, fx.Node)
     assert isinstance(k, fx.Node)
     if q.target is not ROTARY and k.target is not ROTARY:
@@ -473,12 +481,13 @@ def rotation(context: Context, node: fx.Node) -> tuple[Tables | None, str | None
         return None, f"the angles' width {half_width} is no multiple of 8"
     key = q.args[1:3]
     if key not in context.cache:
-        context.cache[key] = position_tables(context.graph, *key)
+        context.cache[key] = position_tables(context.graph, key[0], key[1])
     tables = context.cache[key]
     if isinstance(tables, str):
         return None, tables
     interleaved = bool(q.args[3]) if len(q.args) > 3 else False
-    return Tables(*tables, interleaved, key), None
+    cos, sin = tables
+    return Tables(cos, sin, interleaved, key), None
 
 
 def position_tables(graph: Graph, cos: Any, sin: Any) -> tuple[Tensor, Tensor] | str:
@@ -504,7 +513,7 @@ def position_tables(graph: Graph, cos: Any, sin: Any) -> tuple[Tensor, Tensor] |
                 env[n] = graph.weights[str(n.target)].evaluate()
             elif n.op == "call_function":
                 args, kwargs = fx.map_arg((n.args, n.kwargs), env.__getitem__)
-                env[n] = n.target(*args, **kwargs)  # type: ignore[operator]
+                env[n] = call_target(n)(*args, **kwargs)
         return [env[cos][0], env[sin][0]]
 
     whole = tables(torch.arange(length))
@@ -513,6 +522,13 @@ def position_tables(graph: Graph, cos: Any, sin: Any) -> tuple[Tensor, Tensor] |
         if not all(torch.equal(w[position], a[0]) for w, a in zip(whole, alone, strict=True)):
             return "the angles of a position depend on the others"
     return whole[0].clone(), whole[1].clone()
+
+
+def call_target(node: fx.Node) -> Callable[..., Any]:
+    """What a call calls."""
+    target = node.target
+    assert callable(target)
+    return target
 
 
 def upstream(nodes: list[fx.Node]) -> list[fx.Node]:
@@ -537,32 +553,32 @@ class StandardAttention(Plain):
         """Learned sinks and shared caches are not in it."""
         if context.opset < 23:
             return f"it needs opset 23, the limit is {context.opset}"
-        if len(node.args) > 6 and node.args[6] is not None:
+        if len(operands(node)) > 6 and operands(node)[6] is not None:
             return "it has no sink logits"
-        if node.args[3] is None:
+        if operands(node)[3] is None:
             return "it reads another layer's cache"
         return None
 
     def emit(self, b: Builder, node: fx.Node) -> list[Any]:
         """One node; past and present are joined inside it."""
-        q, k, v, past_key, past_value, mask = node.args[:6]
+        q, k, v, past_key, past_value, mask = operands(node)[:6]
         assert isinstance(q, fx.Node)
         assert isinstance(mask, fx.Node)
         b.needs(23)
-        window = node.kwargs.get("window")
-        seen = visible_mask(b, mask, q, window)  # type: ignore[arg-type]
-        softcap = node.kwargs.get("softcap")
-        out, key, held = b.op(
+        window = options(node).get("window")
+        seen = visible_mask(b, mask, q, window)
+        softcap = options(node).get("softcap")
+        out, key, held = b.ops(
             "Attention",
+            3,
             b.get(q),
             b.get(k),
             b.get(v),
             seen,
             b.get(past_key),
             b.get(past_value),
-            outputs=3,
-            scale=float(node.kwargs["scale"]),  # type: ignore[arg-type]
-            softcap=None if softcap is None else float(softcap),  # type: ignore[arg-type]
+            scale=float(options(node)["scale"]),
+            softcap=None if softcap is None else float(softcap),
         )
         annotate(node, 1, key)
         annotate(node, 2, held)
@@ -582,16 +598,16 @@ def visible_mask(b: Builder, mask: fx.Node, q: fx.Node, window: int | None) -> i
         real = b.op("Cast", b.get(mask), to=ir.DataType.BOOL)
         keep = b.op("And", b.op("Unsqueeze", real, b.const([1, 2])), causal)
         if window is None:
-            return keep  # type: ignore[no-any-return]
+            return keep
         position = b.op("CumSum", b.get(mask), b.const(1))
         mine = b.op("Slice", position, first, b.const([1 << 62]), b.const([1]))
         distance = b.op(
             "Sub", b.op("Unsqueeze", mine, b.const([2])), b.op("Unsqueeze", position, b.const([1]))
         )
         near = b.op("Less", distance, b.const(int(window)))
-        return b.op("And", keep, b.op("Unsqueeze", near, b.const([1])))  # type: ignore[no-any-return]
+        return b.op("And", keep, b.op("Unsqueeze", near, b.const([1])))
 
-    return b.once(("visible", window), make)  # type: ignore[no-any-return]
+    return b.once(("visible", window), make)
 
 
 # Experts -------------------------------------------------------------------------------------
@@ -606,29 +622,33 @@ class ExpertLoop(Plain):
     def refuses(self, context: Context, node: fx.Node) -> str | None:
         """Weights must be stored, to be cut lazily."""
         for place in (3, 5):
-            if context.graph.weight(node.args[place]) is None:
+            if context.graph.weight(operands(node)[place]) is None:
                 return "its matrices are computed"
         return None
 
     def sources(self, node: fx.Node) -> Iterable[fx.Node]:
         """Tokens and choices; the matrices are cut from the stored weights."""
-        return [n for n in node.args[:3] if isinstance(n, fx.Node)]
+        return [n for n in operands(node)[:3] if isinstance(n, fx.Node)]
 
     def emit(self, b: Builder, node: fx.Node) -> ir.Value:
         """For each expert: gather its tokens, two products, scatter the sum."""
-        x, ids, weights = node.args[:3]
+        x, ids, weights = operands(node)[:3]
         assert isinstance(x, fx.Node)
         dtype = value(x).dtype
         tokens, chosen, share = b.get(x), b.get(ids), b.get(weights, dtype)
-        stored = [None if n is None else b.graph.weights[str(n.target)] for n in node.args[3:7]]  # type: ignore[union-attr]
-        names = [None if n is None else str(n.target) for n in node.args[3:7]]  # type: ignore[union-attr]
+        stored = [
+            None if n is None else b.graph.weights[str(n.target)] for n in operands(node)[3:7]
+        ]
+        names = [None if n is None else str(n.target) for n in operands(node)[3:7]]
         assert stored[0] is not None
         out = b.op("Mul", tokens, b.const(0.0, dtype))
         for expert in range(stored[0].shape[0]):
             mine = b.op("Equal", chosen, b.const(expert))
             picked = b.op("Where", mine, share, b.const(0.0, dtype))
             weight = b.op("ReduceSum", picked, b.const([1]), keepdims=1)
-            hit = b.op("ReduceMax", b.op("Cast", mine, to=ir.DataType.INT64), b.const([1]), keepdims=0)
+            hit = b.op(
+                "ReduceMax", b.op("Cast", mine, to=ir.DataType.INT64), b.const([1]), keepdims=0
+            )
             rows_of = b.op("Transpose", b.op("NonZero", hit), perm=[1, 0])
             flat = b.op("Squeeze", rows_of, b.const([1]))
             inner = b.op("Gather", tokens, flat, axis=0)
@@ -637,7 +657,7 @@ class ExpertLoop(Plain):
             inner = expert_linear(b, inner, stored[2], stored[3], names[2], names[3], node, expert)
             inner = b.op("Mul", inner, b.op("Gather", weight, flat, axis=0))
             out = b.op("ScatterND", out, rows_of, inner, reduction="add")
-        return out  # type: ignore[no-any-return]
+        return out
 
 
 def expert_linear(
@@ -653,19 +673,19 @@ def expert_linear(
     """One expert's product, its matrix cut from the stack."""
     shape = matrix.shape[1:]
     own = matrix.slice(0, expert, expert + 1).reshape(*shape)
-    if not node.kwargs.get("transposed", False):
+    if not options(node).get("transposed", False):
         own = own.transpose()
     out = b.op("MatMul", x, b.weight(f"{matrix_name}.{expert}", own))
     if bias is None:
-        return out  # type: ignore[no-any-return]
+        return out
     cut = bias.slice(0, expert, expert + 1).reshape(*bias.shape[1:])
-    return b.op("Add", out, b.weight(f"{bias_name}.{expert}", cut))  # type: ignore[no-any-return]
+    return b.op("Add", out, b.weight(f"{bias_name}.{expert}", cut))
 
 
 def expert_gate(b: Builder, inner: ir.Value, node: fx.Node, dtype: torch.dtype) -> ir.Value:
     """What stands between an expert's two matrices."""
-    options = node.kwargs
-    name, layout = str(options["activation"]), options.get("layout", "concatenated")
+    given = options(node)
+    name, layout = str(given["activation"]), given.get("layout", "concatenated")
     if layout == "single":
         return activation(b, name, inner)
     if layout == "interleaved":
@@ -673,20 +693,18 @@ def expert_gate(b: Builder, inner: ir.Value, node: fx.Node, dtype: torch.dtype) 
         gate = b.op("Slice", inner, b.const([0]), end, axis, b.const([2]))
         up = b.op("Slice", inner, b.const([1]), end, axis, b.const([2]))
     else:
-        gate, up = b.op("Split", inner, outputs=2, axis=1, num_outputs=2)
-    limit = options.get("limit")
+        gate, up = b.ops("Split", 2, inner, axis=1, num_outputs=2)
+    limit = given.get("limit")
     if limit is not None:
-        bound = b.const(float(limit), dtype)  # type: ignore[arg-type]
+        bound = b.const(float(limit), dtype)
         gate = b.op("Min", gate, bound)
-        up = b.op("Max", b.op("Min", up, bound), b.const(-float(limit), dtype))  # type: ignore[arg-type]
+        up = b.op("Max", b.op("Min", up, bound), b.const(-float(limit), dtype))
     if name == "swish":
-        scaled = b.op("Mul", gate, b.const(float(options.get("alpha", 1.0)), dtype))  # type: ignore[arg-type]
+        scaled = b.op("Mul", gate, b.const(float(given.get("alpha", 1.0)), dtype))
         acted = b.op("Mul", gate, b.op("Sigmoid", scaled))
     else:
         acted = activation(b, name, gate)
-    offset = float(options.get("up_offset", 0.0))  # type: ignore[arg-type]
+    offset = float(given.get("up_offset", 0.0))
     if offset:
         up = b.op("Add", up, b.const(offset, dtype))
-    return b.op("Mul", acted, up)  # type: ignore[no-any-return]
-
-
+    return b.op("Mul", acted, up)

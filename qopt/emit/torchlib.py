@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -28,7 +28,9 @@ def call_torchlib(b: Builder, node: fx.Node) -> Any:
             args, kwargs = arguments(b, node)
             return unpack(function(*args, **kwargs), value(node))
     except Exception as error:
-        raise b.refuse(node, f"torchlib: {str(error).splitlines()[0] if str(error) else error!r}") from error
+        raise b.refuse(
+            node, f"torchlib: {str(error).splitlines()[0] if str(error) else error!r}"
+        ) from error
 
 
 def find(target: Any) -> Any:
@@ -66,7 +68,11 @@ def arguments(b: Builder, node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
             return None
         return item
 
-    kept = {k: v for k, v in node.kwargs.items() if k not in ("device", "layout", "pin_memory", "memory_format")}
+    kept = {
+        k: v
+        for k, v in node.kwargs.items()
+        if k not in ("device", "layout", "pin_memory", "memory_format")
+    }
     return [convert(a) for a in node.args], {k: convert(v) for k, v in kept.items()}
 
 
@@ -92,20 +98,22 @@ def recorder_class() -> type:
     """An onnxscript evaluator that adds nodes to a builder instead of running them."""
     from onnxscript import evaluator
 
-    class Recorder(evaluator.Evaluator):  # type: ignore[misc]
+    class Recorder(evaluator.Evaluator):
         def __init__(self, builder: Builder) -> None:
             self.builder = builder
 
-        def eval(self, schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        def eval(self, schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             b = self.builder
             b.needs(schema.since_version)
-            inputs, attributes = self._sort(schema, args, kwargs)
+            inputs, attributes = self._sort(schema, args, dict(kwargs))
             count = outputs_of(schema, attributes)
-            made = b.op(schema.name, *inputs, outputs=count, domain=schema.domain, **attributes)
+            made = b.ops(schema.name, count, *inputs, domain=schema.domain, **attributes)
             propagate(schema, inputs, attributes, made)
-            return made
+            return made[0] if count == 1 else made
 
-        def eval_function(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        def eval_function(
+            self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+        ) -> Any:
             return function.function(*args, **kwargs)
 
         def _sort(
@@ -144,11 +152,12 @@ def as_value(b: Builder, item: Any, dtype: ir.DataType | None) -> ir.Value | Non
     if isinstance(item, ir.TensorProtocol):
         return b.const(torch.from_numpy(item.numpy().copy()))
     if isinstance(item, list | tuple) and any(isinstance(i, ir.Value) for i in item):
+        parts = [i if isinstance(i, ir.Value) else b.const([int(i)]) for i in item]
         parts = [
-            i if isinstance(i, ir.Value) else b.const([int(i)]) for i in item
+            p if p.shape is not None and p.shape.rank() == 1 else b.op("Reshape", p, b.const([1]))
+            for p in parts
         ]
-        parts = [p if p.shape is not None and p.shape.rank() == 1 else b.op("Reshape", p, b.const([1])) for p in parts]
-        return b.op("Concat", *parts, axis=0)  # type: ignore[no-any-return]
+        return b.op("Concat", *parts, axis=0)
     kind = next((k for k, v in DTYPES.items() if v == dtype), None)
     if kind is None:
         sample = item[0] if isinstance(item, list | tuple) and item else item
@@ -165,16 +174,17 @@ def outputs_of(schema: Any, attributes: dict[str, Any]) -> int:
     return sum(1 for o in schema.outputs if o.option != o.option.Optional) or 1
 
 
-def propagate(schema: Any, inputs: list[ir.Value | None], attributes: dict[str, Any], made: Any) -> None:
+def propagate(
+    schema: Any, inputs: list[ir.Value | None], attributes: dict[str, Any], made: list[ir.Value]
+) -> None:
     """Give results a type, which torchlib asks for: an input's of the same type variable."""
-    results = made if isinstance(made, list) else [made]
-    for formal, result in zip(schema.outputs, results, strict=False):
+    for formal, result in zip(schema.outputs, made, strict=False):
         if "to" in attributes:
             result.type = ir.TensorType(ir.DataType(int(attributes["to"])))
             continue
         for place, item in enumerate(inputs):
             source = schema.inputs[min(place, len(schema.inputs) - 1)]
-            if item is not None and source.type_str == formal.type_str and item.type is not None:
+            if item is not None and source.type_str == formal.type_str and item.dtype is not None:
                 result.type = ir.TensorType(item.dtype)
                 break
         else:
