@@ -63,13 +63,13 @@ def find_target(name: str) -> Target:
         return TARGETS[name]
     there = ", ".join(TARGETS)
     if name in LATER:
-        raise UnsupportedError(
-            f"target {name} is not there yet", todo=f"use one of: {there}"
-        )
+        raise UnsupportedError(f"target {name} is not there yet", todo=f"use one of: {there}")
     raise UsageError(f"no target is named {name}", todo=f"use one of: {there}")
 
 
-def choose_dtype(target: Target, wanted: str, stored: torch.dtype) -> tuple[torch.dtype, str | None]:
+def choose_dtype(
+    target: Target, wanted: str, stored: torch.dtype
+) -> tuple[torch.dtype, str | None]:
     """The element type to compile in, and what to tell the user where it is not the stored one."""
     if wanted != "auto":
         dtype = DTYPES.get(wanted)
@@ -85,7 +85,8 @@ def choose_dtype(target: Target, wanted: str, stored: torch.dtype) -> tuple[torc
         return dtype, None
     if stored in target.dtypes:
         return stored, None
-    note = f"the checkpoint is {short_name(stored)}, which {target.name} cannot run: it becomes fp32"
+    name = short_name(stored)
+    note = f"the checkpoint is {name}, which {target.name} cannot run: it becomes fp32"
     return torch.float32, note
 
 

@@ -351,7 +351,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def fingerprint(weight: LazyWeight) -> str:
-    """A cheap hash: weights that are made alike of equal bytes agree in it, others hardly ever do."""
+    """A cheap hash: weights made alike of equal bytes agree in it, others hardly ever do."""
     if weight.absent:
         return weight.digest
     if not weight._by_rows:

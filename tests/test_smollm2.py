@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import qopt
+from qopt.artifact import Artifact
 from qopt.demo import fetch, find_demo
 from qopt.errors import UsageError
 
@@ -58,7 +60,8 @@ def fast(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference(model: Path) -> Iterator[Any]:
     from transformers import AutoModelForCausalLM
 
-    yield AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    yield loaded.eval()
 
 
 @pytest.fixture(scope="module")
@@ -96,11 +99,11 @@ def test_qopt_run_writes_what_transformers_writes(baseline: Path, answers: list[
     loaded = qopt.load(baseline)
     results = [loaded.generate(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
     for result, want in zip(results, answers, strict=True):
-        assert list(result.tokens) == [t for t in want if t not in loaded_eos(loaded)]
+        assert list(result.tokens) == [t for t in want if t not in ends(baseline)]
 
 
-def loaded_eos(loaded: Any) -> set[int]:
-    return set(loaded.artifact.manifest.model.eos_token_ids)
+def ends(folder: Path) -> set[int]:
+    return set(Artifact.load(folder).manifest.model.eos_token_ids)
 
 
 def test_genai_loads_the_folder_and_writes_the_same(
@@ -134,11 +137,12 @@ def test_perplexity_equals_transformers(baseline: Path, reference: Any, tokenize
     windows, length = 4, 128
     got = evaluate(baseline, TEXT, windows=windows, length=length).perplexity
     ids = tokenizer(TEXT.read_text(), add_special_tokens=False)["input_ids"]
-    losses = []
+    losses: list[float] = []
     for start in range(0, windows * length, length):
         row = torch.tensor([ids[start : start + length]])
         with torch.no_grad():
             logits = reference(input_ids=row, use_cache=False).logits[0, :-1]
-        losses.append(torch.nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum"))
-    want = float(torch.exp(sum(losses) / (windows * (length - 1))))
+        loss = torch.nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum")
+        losses.append(float(loss))
+    want = math.exp(sum(losses) / (windows * (length - 1)))
     assert got == pytest.approx(want, rel=5e-4)
