@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +56,11 @@ def fast(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(model: Path) -> Iterator[Any]:
+def reference(model: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    yield loaded.eval()
+    return loaded.eval()
 
 
 @pytest.fixture(scope="module")
