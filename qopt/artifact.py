@@ -87,6 +87,11 @@ class Manifest(_Strict):
     notes: list[str] = []  # what was converted, what a runtime cannot do, ...
     files: dict[str, FileInfo] = {}
 
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether the graph takes what earlier calls left; else each call stands alone."""
+        return any(spec.name.startswith("past_") for spec in self.inputs)
+
     def to_json(self) -> str:
         """The text of the manifest file: the same bytes for the same facts."""
         return json.dumps(self.model_dump(by_alias=True), indent=2, ensure_ascii=False) + "\n"

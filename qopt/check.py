@@ -168,7 +168,7 @@ class GraphCheck:
             feeds = decoder_feeds(graph, ids[:, start:stop], start, past)
             out = graph.interpret(feeds, implied, load=self.cache.get)
             past = {
-                name.replace("present", "past_key_values"): t
+                past_name(name): t
                 for name, t in out.items()
                 if name.startswith("present")
             }
@@ -212,9 +212,16 @@ def decoder_feeds(graph: Graph, ids: Any, start: int, past: dict[str, Any]) -> d
             feeds[node.name] = past[name]
         else:
             held = node.meta["val"]
-            shape = (rows, int(held.shape[1]), 0, int(held.shape[3]))
-            feeds[node.name] = torch.zeros(shape, dtype=held.dtype)
+            sizes = [d if isinstance(d, int) else 0 for d in held.shape[1:]]
+            feeds[node.name] = torch.zeros((rows, *sizes), dtype=held.dtype)
     return feeds
+
+
+def past_name(present: str) -> str:
+    """The input that an output becomes in the next call."""
+    if present.startswith("present_state."):
+        return present.replace("present", "past", 1)
+    return present.replace("present", "past_key_values", 1)
 
 
 def example_inputs(graph: Graph, batch: int = 3) -> dict[str, Any]:
@@ -296,6 +303,9 @@ def verify(artifact: str | Path | Artifact, model: str | None = None) -> Verific
     loaded = artifact if isinstance(artifact, Artifact) else Artifact.load(artifact)
     loaded.verify_files()
     result = Verification(notes=["every file has the size and hash that the manifest states"])
+    if not loaded.manifest.weights:
+        result.notes.append("integrity only: it was compiled without weights")
+        return result
     adapter = None
     if model is None:
         model, adapter = remembered(loaded, log_folder(loaded.folder) / "source.json")
@@ -341,6 +351,9 @@ def run_job(job: Job) -> Verification:
     reference = Reference(source)
     result = Verification(notes=list(reference.notes))
     probes = list(decoder_probes(artifact, reference, result.notes))
+    if artifact.manifest.model.layers and not artifact.manifest.keeps_cache:
+        probes = [probe for probe in probes if len(probe.calls) == 1]
+        result.notes.append("the artifact keeps no cache: checked on whole prompts alone")
     answers = [[reference.logits(row) for row in probe.rows] for probe in probes]
     reference.free()
     run = DecoderRun(artifact, job.threads)
@@ -528,7 +541,7 @@ class DecoderRun:
             positions = np.maximum(mask.cumsum(1) - 1, 0)[:, -len(columns) :]
             out = self._call(ids, mask, positions, past)
             logits = out.pop("logits")
-            past = {k.replace("present", "past_key_values"): v for k, v in out.items()}
+            past = {past_name(k): v for k, v in out.items()}
             for r in range(count):
                 got[r].append(logits[r, : lengths[r]])
             done += lengths
@@ -537,10 +550,9 @@ class DecoderRun:
     def _empty(self, count: int) -> dict[str, Array]:
         past = {}
         for name, spec in self.session.inputs.items():
-            if name.startswith("past_key_values."):
-                past[name] = np.zeros(
-                    (count, int(spec.shape[1]), 0, int(spec.shape[3])), spec.dtype
-                )
+            if name.startswith("past_"):
+                sizes = [d if isinstance(d, int) else 0 for d in spec.shape[1:]]
+                past[name] = np.zeros((count, *sizes), spec.dtype)
         return past
 
     def _call(

@@ -146,6 +146,10 @@ def compile(
         manifest = manifest_of(
             graph, written, resolved, source, model, digests, report, not no_weights
         )
+        if graph.info.layers and not manifest.keeps_cache:
+            why = "it keeps no cache, so `qopt run` cannot continue a text with it"
+            manifest.notes.append(f"{why}: materialize-kv-cache did not run")
+            report.notes.append(manifest.notes[-1])
         write_folder(writer, graph, written, resolved, source, manifest)
         writer.write_manifest(manifest)
         if chosen.check != "off":

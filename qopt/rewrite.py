@@ -232,6 +232,10 @@ class _Matcher:
         if want in so_far.nodes:
             if so_far.nodes[want] is got:
                 yield so_far
+            else:
+                shown = got.name if isinstance(got, fx.Node) else got
+                text = f"{shown} stands where the pattern has {so_far.nodes[want].name} again"
+                self.miss.note(len(so_far.nodes), text)
             return
         if want.op == "placeholder":
             if isinstance(got, fx.Node):

@@ -67,6 +67,12 @@ class Model:
         """A fresh decoder for a batch of `rows` sequences: logits, call by call."""
         if self.info.kind != "decoder":
             raise UsageError("the artifact is no decoder", todo="call `forward` with its inputs")
+        if self.info.layers and not self.manifest.keeps_cache:
+            raise UsageError(
+                "the artifact keeps no cache, so it cannot continue a text",
+                where=str(self.folder),
+                todo="compile it with the pass materialize-kv-cache",
+            )
         return Decoder(self.session, self.manifest, rows)
 
     @overload
