@@ -6,11 +6,13 @@ module's parameters are one and the same (`tied_names`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -291,6 +293,21 @@ def register_experts(name: str, forward: Any) -> None:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         ALL_EXPERTS_FUNCTIONS.register(name, forward)
+
+
+@contextmanager
+def no_autocast() -> Iterator[None]:
+    """Make a disabled `torch.autocast` nothing inside the block.
+
+    4.57 wraps its rotary embeddings in one, and export would make a subgraph of it.
+    """
+    original: Any = torch.autocast
+
+    def plain(*args: Any, enabled: bool = True, **kwargs: Any) -> Any:
+        return original(*args, enabled=enabled, **kwargs) if enabled else nullcontext()
+
+    with patch.object(torch, "autocast", plain):
+        yield
 
 
 def layer_count(config: Any) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import re
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -273,12 +274,20 @@ def quiet() -> Iterator[list[warnings.WarningMessage]]:
     for logger in loggers:
         logger.disabled = True
     try:
-        with warnings.catch_warnings(record=True) as said:
+        # A failed trace prints its whole graph besides.
+        with warnings.catch_warnings(record=True) as said, told_nobody():
             warnings.simplefilter("always")
             yield said
     finally:
         for logger, was in zip(loggers, before, strict=True):
             logger.disabled = was
+
+
+@contextmanager
+def told_nobody() -> Iterator[None]:
+    """Drop what Python code prints inside the block."""
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        yield
 
 
 def reason_of(error: Exception) -> str:
