@@ -16,7 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -33,6 +37,7 @@ from qopt.graph import Graph
 from qopt.info import LayerInfo, ModelInfo
 from qopt.ops import OPS
 from qopt.ragged import rows_are_independent
+from qopt.states import Key, KeptStates, NoStates, SeenStates, StateShape, state_name
 from qopt.weights import LazyWeight
 
 if TYPE_CHECKING:
@@ -83,7 +88,7 @@ class Recording:
 _recording: Recording | None = None
 
 
-class ImpliedCache(Cache):
+class ImpliedCache(NoStates, Cache):
     """Stands in for the cache on the first road: hands the new keys back, the op holds the past."""
 
     def __init__(self, recording: Recording, layers: int) -> None:
@@ -118,10 +123,6 @@ class ImpliedCache(Cache):
         """No limit (its name before transformers 5.20)."""
         return -1
 
-    def has_previous_state(self, *_: Any, **__: Any) -> bool:
-        """Recurrent states are not kept on this road."""
-        raise DoesNotFit("the model keeps recurrent state")
-
     @property
     def is_sliding(self) -> list[bool]:
         """No layer drops keys: windows are arguments of the op."""
@@ -141,12 +142,26 @@ class ImpliedCache(Cache):
         return self.count
 
 
-class ExplicitCache(ImpliedCache):
+class ProbeCache(SeenStates, ImpliedCache):
+    """Looks on while a model makes its cache: what it keeps, and in which shapes."""
+
+    def __init__(self, recording: Recording, layers: int) -> None:
+        SeenStates.__init__(self)
+        ImpliedCache.__init__(self, recording, layers)
+
+
+class ExplicitCache(KeptStates, ImpliedCache):
     """The cache of the second road: `update` concatenates in plain sight."""
 
-    def __init__(self, recording: Recording, past: list[tuple[Tensor, Tensor]]) -> None:
-        super().__init__(recording, len(past))
-        self.past = past
+    def __init__(
+        self,
+        recording: Recording,
+        layers: int,
+        past: dict[int, tuple[Tensor, Tensor]],
+        states: dict[Key, Tensor],
+    ) -> None:
+        super().__init__(recording, layers)
+        self.past, self.past_states, self.new_states = past, states, {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -154,6 +169,8 @@ class ExplicitCache(ImpliedCache):
         """Join past and new; the result is also the graph's output."""
         if layer_idx in self.recording.updates:
             raise DoesNotFit(f"layer {layer_idx} writes its cache twice")
+        if layer_idx not in self.past:
+            raise DoesNotFit(f"layer {layer_idx} writes its cache only in a later call")
         past_key, past_value = self.past[layer_idx]
         joined = torch.cat([past_key, key_states], 2), torch.cat([past_value, value_states], 2)
         self.recording.updates[layer_idx] = joined
@@ -291,12 +308,26 @@ class ImpliedStep(nn.Module):
         )
 
 
-class ExplicitStep(nn.Module):
-    """One call of a decoder on the second road: logits and the grown cache."""
+@dataclass(frozen=True)
+class Kept:
+    """What a model keeps from call to call: (heads, key size, value size) by layer, and states."""
 
-    def __init__(self, model: nn.Module, positions: bool) -> None:
+    layers: dict[int, tuple[int, int, int]]
+    states: dict[Key, StateShape]
+
+    def names(self, word: str, kv: str) -> list[str]:
+        """Names in the order of the graph's inputs and outputs, `word` past or present."""
+        pairs = [(i, part) for i in range(len(self.layers)) for part in ("key", "value")]
+        states = [f"{word}_state.{state_name(key)}" for key in self.states]
+        return [f"{kv}.{i}.{part}" for i, part in pairs] + states
+
+
+class ExplicitStep(nn.Module):
+    """One call of a decoder on the second road: logits, the grown cache and the new states."""
+
+    def __init__(self, model: nn.Module, positions: bool, kept: Kept, layers: int) -> None:
         super().__init__()
-        self.model, self.positions = model, positions
+        self.model, self.positions, self.kept, self.layers = model, positions, kept, layers
 
     def forward(
         self,
@@ -304,17 +335,24 @@ class ExplicitStep(nn.Module):
         attention_mask: Tensor,
         position_ids: Tensor,
         past: list[tuple[Tensor, Tensor]],
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        states: list[Tensor],
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]], list[Tensor]]:
         """Trace the model over (B, S) ids and a past of (B, heads, P, size) a layer."""
-        recording = Recording(past[0][0].shape[2], attention_mask)
-        cache = ExplicitCache(recording, past)
+        tokens = past[0][0].shape[2] if past else attention_mask.shape[1] - input_ids.shape[1]
+        recording = Recording(tokens, attention_mask)
+        held = dict(zip(self.kept.layers, past, strict=True))
+        cache = ExplicitCache(
+            recording, self.layers, held, dict(zip(self.kept.states, states, strict=True))
+        )
         logits = call_model(
             self.model, input_ids, attention_mask, position_ids if self.positions else None, cache
         )
-        missing = [n for n in range(len(past)) if n not in recording.updates]
+        missing = [n for n in held if n not in recording.updates]
+        missing += [n for n, _ in self.kept.states.keys() - cache.new_states.keys()]
         if missing:
             raise DoesNotFit(f"layers {missing} never write the cache")
-        return logits, [recording.updates[n] for n in range(len(past))]
+        new = [cache.new_states[key] for key in self.kept.states]
+        return logits, [recording.updates[n] for n in held], new
 
 
 def call_model(
@@ -458,7 +496,7 @@ def capture_decoder(source: ModelSource, dtype: torch.dtype) -> Graph:
     model = compat.empty_decoder(config, dtype, INTERFACE)
     bound = bind_weights(model, source)
     stateful(model)
-    with patched_rope(model) as by_length:
+    with patched_rope(model) as by_length, compat.no_autocast():
         with quiet():
             positions = default_positions_are_plain(model, config)
         reasons = []
@@ -471,12 +509,18 @@ def capture_decoder(source: ModelSource, dtype: torch.dtype) -> Graph:
                 reasons.append(f"{road.__name__.replace('_', ' ')}: {reason_of(error)}")
         else:
             raise UnsupportedError(
-                f"{type(model).__name__} cannot be captured", why="; ".join(reasons)
+                f"{type(model).__name__} cannot be captured",
+                why="; ".join(reasons),
+                todo=None
+                if compat.TRANSFORMERS_5
+                else "a mixture of experts needs transformers 5: pip install -U transformers",
             )
     attach_weights(graph, model, bound, dtype)
     describe_model(graph.info, source)
     # Frequencies that follow the longest row of a batch are not those of a shorter row alone.
-    graph.info.ragged = not by_length and rows_are_independent(graph, config)
+    # Padding would enter a recurrent state.
+    states = any(name.startswith("present_state.") for name in graph.outputs)
+    graph.info.ragged = not by_length and not states and rows_are_independent(graph, config)
     if reasons:
         graph.notes.append(f"attention stays as the model writes it ({reasons[0]})")
     return graph
@@ -532,80 +576,90 @@ def cache_layers(recording: Recording) -> list[LayerInfo]:
 
 
 def second_road(model: PreTrainedModel, config: Any, dtype: torch.dtype, positions: bool) -> Graph:
-    """The model's own attention as aten, the cache as inputs and outputs."""
+    """The model's own attention as aten, the cache and other states as inputs and outputs."""
     compat.set_attention(model, "eager")
-    shapes = cache_shapes(model, config, dtype)
+    layers = compat.layer_count(config)
+    kept = what_is_kept(model, layers)
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     with_fake_parameters(model, mode)
     dynamic = torch.export.Dim.DYNAMIC
-    step = ExplicitStep(model, positions)
+    step = ExplicitStep(model, positions, kept, layers)
     with mode, torch.no_grad():
         past = [
-            (
-                torch.zeros(BATCH, heads, PAST, key, dtype=dtype),
-                torch.zeros(BATCH, heads, PAST, value, dtype=dtype),
-            )
-            for heads, key, value in shapes
+            tuple(torch.zeros(BATCH, heads, PAST, size, dtype=dtype) for size in sizes)
+            for heads, *sizes in kept.layers.values()
         ]
+        states = [example_state(state) for state in kept.states.values()]
         args = (
             torch.ones(BATCH, NEW, dtype=torch.int64),
             torch.ones(BATCH, PAST + NEW, dtype=torch.int64),
             torch.ones(BATCH, NEW, dtype=torch.int64),
             past,
+            states,
         )
         token = {0: dynamic, 1: dynamic}
-        layer = ({0: dynamic, 2: dynamic},) * 2
+        grows = {0: dynamic, 2: dynamic}
+        fixed = [grows if s.grows else {0: dynamic} for s in kept.states.values()]
         program = torch.export.export(
             step,
             args,
-            dynamic_shapes=(token, token, token, [layer] * len(past)),
+            dynamic_shapes=(token, token, token, [(grows, grows)] * len(past), fixed),
             strict=False,
         )
-    names = ["logits"]
-    for n in range(len(shapes)):
-        names += [f"present.{n}.key", f"present.{n}.value"]
     info = ModelInfo(
         kind="decoder",
-        layers=[LayerInfo(kv_heads=h, key_size=k, value_size=v) for h, k, v in shapes],
+        layers=[LayerInfo(kv_heads=h, key_size=k, value_size=v) for h, k, v in kept.layers.values()],
     )
+    names = ["logits", *kept.names("present", "present")]
     graph = graph_of(program, info, fake_mode_of(program), names)
-    rename_inputs(graph, len(shapes))
+    rename_inputs(graph, kept.names("past", "past_key_values"))
     return graph
 
 
-def cache_shapes(
-    model: PreTrainedModel, config: Any, dtype: torch.dtype
-) -> list[tuple[int, int, int]]:
-    """(heads, key size, value size) of each layer, seen once on fake tensors of fixed size."""
+def example_state(state: StateShape) -> Tensor:
+    """A state of the batch that is traced."""
+    shape = list(state.shape)
+    if state.grows:
+        shape[1] = PAST
+    return torch.zeros(BATCH, *shape, dtype=state.dtype)
+
+
+def what_is_kept(model: PreTrainedModel, layers: int) -> Kept:
+    """What a model keeps, seen once on fake tensors of fixed size."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with_fake_parameters(model, mode)
     with mode, torch.no_grad():
         ids = torch.ones(BATCH, NEW, dtype=torch.int64)
-        recording = Recording(0, torch.ones(BATCH, NEW, dtype=torch.int64))
-        cache = ImpliedCache(recording, compat.layer_count(config))
-        call_model(model, ids, recording.mask, None, cache)
-    if not recording.updates:
+        mask = torch.ones(BATCH, NEW, dtype=torch.int64)
+        try:
+            cache = ProbeCache(Recording(0, mask), layers)
+            call_model(model, ids, mask, None, cache)
+        except DataDependentOutputException:  # a question about the mask's values
+            cache = ProbeCache(Recording(0, mask), layers)
+            call_model(model, ids, None, None, cache)
+    updates = cache.recording.updates
+    if not updates and not cache.shapes:
         raise DoesNotFit("the model never writes a KV cache")
-    for key, _ in recording.updates.values():
+    for key, _ in updates.values():
         if key.dim() != 4 or key.shape[2] != NEW:
             raise DoesNotFit(
                 f"a cache of shape {tuple(key.shape)} is not (batch, heads, tokens, size)"
             )
-    return [
-        (int(k.shape[1]), int(k.shape[3]), int(v.shape[3]))
-        for _, (k, v) in sorted(recording.updates.items())
-    ]
+    found = {
+        n: (int(k.shape[1]), int(k.shape[3]), int(v.shape[3])) for n, (k, v) in sorted(updates.items())
+    }
+    return Kept(found, dict(sorted(cache.shapes.items())))
 
 
-def rename_inputs(graph: Graph, layers: int) -> None:
+def rename_inputs(graph: Graph, names: list[str]) -> None:
     """Give the cache inputs the artifact's names."""
     past = [
         n for n in graph.inputs if n.name not in ("input_ids", "attention_mask", "position_ids")
     ]
-    if len(past) != 2 * layers:
-        raise DoesNotFit(f"{len(past)} cache inputs for {layers} layers")
-    for i, node in enumerate(past):
-        node.meta["input"] = f"past_key_values.{i // 2}.{('key', 'value')[i % 2]}"
+    if len(past) != len(names):
+        raise DoesNotFit(f"{len(past)} cache inputs, not {len(names)}")
+    for node, name in zip(past, names, strict=True):
+        node.meta["input"] = name
 
 
 def attach_weights(

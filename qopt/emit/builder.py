@@ -360,6 +360,9 @@ def input_shape(graph: Graph, node: fx.Node, name: str) -> list[int | str]:
             return list(TOKENS[name])
         if name.startswith("past_key_values."):
             return ["batch_size", int(held[1]), "past_sequence_length", int(held[3])]
+        if name.startswith("past_state."):
+            rest = [int(d) if isinstance(d, int) else "past_sequence_length" for d in held[1:]]
+            return ["batch_size", *rest]
     return [int(d) if isinstance(d, int) else str(d) for d in held]
 
 

@@ -125,6 +125,9 @@ def output_shape(graph: Graph, name: str, held: Tensor) -> list[int | str | None
         return [d if isinstance(d, int) else str(d) for d in held.shape]
     if name.startswith("present."):
         return ["batch_size", int(held.shape[1]), "total_sequence_length", int(held.shape[3])]
+    if name.startswith("present_state."):
+        sizes = [int(d) if isinstance(d, int) else "total_sequence_length" for d in held.shape[1:]]
+        return ["batch_size", *sizes]
     keep = graph.defaults.get("num_logits_to_keep")
     rows: int | str = "sequence_length"
     if keep is not None and int(keep) > 0:
