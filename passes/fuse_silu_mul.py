@@ -44,7 +44,7 @@ class FuseSiluMul(RewritePass):
     """
 
     name = "fuse-silu-mul"
-    after = ("canonicalize",)
+    after = ("canonicalize", "fuse-gelu")
     patterns = (silu, gelu, gelu_tanh)
     example = (torch.empty(2, 3, 8), torch.empty(2, 3, 8))
     anchor = (torch.ops.aten.silu.default, torch.ops.aten.gelu.default)
