@@ -97,6 +97,7 @@ def compile(
             logits=logits,
             check="off" if no_weights else check,
         )
+        refuse_unknown(explain, chosen)
         place = find_target(chosen.target)
         limit = choose_opset(place, chosen.opset)
     with progress.step("opening the model"):
@@ -141,7 +142,6 @@ def compile(
         report.notes += [*graph.notes, *written.notes, *fallback_notes(written)]
         if chosen.check == "off" and not no_weights:
             report.notes.append("not checked: nothing shows that the artifact computes the model")
-        report.notes += explained(manager.records, explain)
         resolved = chosen.replace(dtype=short_name(element), opset=written.opset)
         manifest = manifest_of(
             graph, written, resolved, source, model, digests, report, not no_weights
@@ -150,6 +150,7 @@ def compile(
             why = "it keeps no cache, so `qopt run` cannot continue a text with it"
             manifest.notes.append(f"{why}: materialize-kv-cache did not run")
             report.notes.append(manifest.notes[-1])
+        report.notes += explained(manager.records, explain)
         write_folder(writer, graph, written, resolved, source, manifest)
         writer.write_manifest(manifest)
         if chosen.check != "off":
@@ -250,13 +251,21 @@ def fallback_notes(written: Written) -> list[str]:
     return notes
 
 
+def refuse_unknown(explain: Sequence[str], recipe: Recipe) -> None:
+    """What is to be explained must be a pass that runs."""
+    for name in explain:
+        if name not in {entry.name for entry in recipe.passes}:
+            raise UsageError(
+                f"--explain {name}: the recipe runs no such pass",
+                todo=f"it runs: {', '.join(entry.name for entry in recipe.passes)}",
+            )
+
+
 def explained(records: Sequence[PassRecord], names: Sequence[str]) -> list[str]:
     """For each pass that was asked about, the candidates that it left, and why."""
     lines = []
     for name in names:
         ran = [record for record in records if record.name == name]
-        if not ran:
-            raise UsageError(f"--explain {name}: the recipe runs no such pass")
         left = [f"{name} left {line}" for record in ran for line in record.left]
         lines += left or [f"{name} left no candidate"]
     return lines
