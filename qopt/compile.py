@@ -26,6 +26,7 @@ from qopt.artifact import (
 )
 from qopt.check import GraphCheck, Job, Outcome, Verification, check_artifact
 from qopt.errors import GateError, ResourceError, UsageError
+from qopt.gates import hold, refuse_impossible
 from qopt.recipe import Recipe, size_in_bytes
 from qopt.report import CheckRow, LoweringRow, PassRow, Progress, Report, as_json
 from qopt.target import choose_dtype, choose_opset, find_target, short_name
@@ -108,6 +109,7 @@ def compile(
             weights=not no_weights,
         )
         element, note = choose_dtype(place, chosen.dtype, source.dtype)
+        refuse_impossible(chosen, source)
     size = sum(w.nbytes // w.dtype.itemsize for w in source.tensors.values()) * element.itemsize
     budget = memory_budget(max_ram)
     announce_memory(progress, chosen.check, size, budget)
@@ -159,6 +161,9 @@ def compile(
             conclude(report, manifest, found)
             writer.write_manifest(manifest)
             refuse_failed(found, out, keep_rejected)
+        if not no_weights:
+            with progress.step("measuring"):
+                report.checks += hold(chosen, writer.folder, source)
     write_logs(out, report, model, adapter, source)
     return CompileResult(out, report, report.notes)
 

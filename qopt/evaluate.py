@@ -80,6 +80,16 @@ def evaluate(
     )
 
 
+def count_windows(artifact: str | Path | Model, text_file: str | Path, length: int) -> int:
+    """How many whole windows of `length` tokens a text has."""
+    model = artifact if isinstance(artifact, Model) else load(artifact)
+    text = _read(Path(text_file)).decode("utf-8")
+    found = len(model.tokenizer.encode(text, special=False)) // length
+    if not found:
+        raise UsageError(f"the text has no window of {length} tokens", where=str(text_file))
+    return found
+
+
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 import onnx_ir as ir
 import torch
 from torch import Tensor, fx
@@ -364,8 +363,3 @@ def input_shape(graph: Graph, node: fx.Node, name: str) -> list[int | str]:
             rest = [int(d) if isinstance(d, int) else "past_sequence_length" for d in held[1:]]
             return ["batch_size", *rest]
     return [int(d) if isinstance(d, int) else str(d) for d in held]
-
-
-def to_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """A tensor as numpy sees it."""
-    return tensor.detach().contiguous().numpy()
