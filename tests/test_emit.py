@@ -46,12 +46,12 @@ def ops_of(folder: Path) -> Counter[str]:
 
 
 def opset_of(model: onnx.ModelProto) -> int:
-    return next(o.version for o in model.opset_import if o.domain == "")
+    return next(int(o.version) for o in model.opset_import if o.domain == "")
 
 
 def size_of(tensor: onnx.TensorProto) -> int:
-    kind = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
-    return math.prod(tensor.dims) * np.dtype(kind).itemsize
+    kind: Any = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    return int(math.prod(tensor.dims) * np.dtype(kind).itemsize)
 
 
 # Validity ------------------------------------------------------------------------------------
