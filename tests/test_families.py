@@ -105,6 +105,70 @@ def test_family(
         assert distance(out, model, PROBES["unequal lengths"], last=True) <= 1e-4
 
 
+def rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, **more}}
+
+
+# What a config may ask for beyond the common: the weights are large enough for it to matter.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "heads wider than the hidden size": ("llama", {"head_dim": 32}),
+    "one key head": ("llama", {"num_key_value_heads": 1}),
+    "as many key heads as query heads": ("llama", {"num_key_value_heads": 4}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "linear rope": ("llama", rope("linear")),
+    "yarn": ("llama", rope("yarn", original_max_position_embeddings=16)),
+    "yarn, its factor given": (
+        "llama",
+        rope("yarn", original_max_position_embeddings=16, attention_factor=1.0),
+    ),
+    "llama3 rope": (
+        "llama",
+        rope(
+            "llama3",
+            original_max_position_embeddings=16,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+        ),
+    ),
+    "GELU": ("llama", {"hidden_act": "gelu"}),
+    "windows in some layers": (
+        "gemma3_text",
+        {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "soft-caps": ("gemma2", {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0}),
+    "a scale of its own": ("gemma2", {"query_pre_attn_scalar": 3}),
+    "part of the head rotated": ("phi", {"partial_rotary_factor": 0.5}),
+    "pairs side by side": ("gptj", {"rotary_dim": 16}),
+    "another residual": ("gpt_neox", {"use_parallel_residual": False}),
+    "norms behind": ("opt", {"do_layer_norm_before": False}),
+    "logits scaled": ("granite", {"logits_scaling": 3.0, "residual_multiplier": 0.3}),
+    "a window and sinks": ("gpt_oss", {"sliding_window": 3}),
+}
+FAST_VARIANTS = {"yarn", "soft-caps", "windows in some layers", "part of the head rotated"}
+
+
+@pytest.mark.parametrize("target", ["onnx-cpu", "onnx"])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=() if c in FAST_VARIANTS else pytest.mark.slow) for c in VARIANTS],
+)
+def test_variant(
+    case: str, target: str, compiled: Compiled, tiny: Tiny, distance: Distance
+) -> None:
+    family, overrides = VARIANTS[case]
+    if family in EXPERTS and not TRANSFORMERS_5:
+        pytest.skip("experts need transformers 5")
+    loud = {"init_std": 0.1} if family == "opt" else {"initializer_range": 0.1}
+    model = tiny(family, **loud, **overrides)[1]
+    with torch.no_grad():
+        highest = float(model(input_ids=torch.arange(3, 60)[None]).logits.abs().max())
+    out = compiled(family, "low-latency", target=target, **loud, **overrides)
+    limit = 1e-4 * max(1, highest / 10)
+    for name in ("chunks, batch 3", "past the window", "unequal lengths", "the whole context"):
+        assert distance(out, model, PROBES[name]) <= limit, name
+
+
 @pytest.mark.parametrize("target", ["onnx-cpu", "onnx"])
 def test_half_precision(target: str, compiled: Compiled, tiny: Tiny, distance: Distance) -> None:
     out = compiled("llama", target=target, dtype="fp16")
