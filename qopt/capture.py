@@ -34,6 +34,7 @@ from qopt.errors import UnsupportedError
 from qopt.experts import call_experts
 from qopt.export import DoesNotFit, capture_module, fake_mode_of, graph_of, quiet, reason_of
 from qopt.graph import Graph
+from qopt.guards import FrozenSize, check_guards
 from qopt.info import LayerInfo, ModelInfo
 from qopt.ops import OPS
 from qopt.ragged import rows_are_independent
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 # No example size may be 0 or 1 (the dimension would freeze), and no two may be equal.
 BATCH, NEW, PAST = 2, 3, 5
+LONG = 263  # new tokens of a second try, more than one chunk of a scan
 INTERFACE = "qopt"
 FAR = 1 << 20  # a position beyond any window that a mask could have
 
@@ -557,6 +559,7 @@ def first_road(model: PreTrainedModel, config: Any, dtype: torch.dtype, position
         )
         shapes = ({0: dynamic, 1: dynamic},) * 3
         program = torch.export.export(step, args, dynamic_shapes=shapes, strict=False)
+    check_guards(program)
     recording = _recording  # export puts back what a trace assigns to a module
     assert recording is not None
     unread = sorted(set(recording.updates) - recording.read)
@@ -580,6 +583,16 @@ def second_road(model: PreTrainedModel, config: Any, dtype: torch.dtype, positio
     compat.set_attention(model, "eager")
     layers = compat.layer_count(config)
     kept = what_is_kept(model, layers)
+    try:
+        return explicit_graph(model, dtype, positions, kept, layers, NEW)
+    except FrozenSize:  # such as the number of chunks of a scan, which was 1
+        return explicit_graph(model, dtype, positions, kept, layers, LONG)
+
+
+def explicit_graph(
+    model: PreTrainedModel, dtype: torch.dtype, positions: bool, kept: Kept, layers: int, new: int
+) -> Graph:
+    """The graph of a call with `new` tokens."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     with_fake_parameters(model, mode)
     dynamic = torch.export.Dim.DYNAMIC
@@ -591,9 +604,9 @@ def second_road(model: PreTrainedModel, config: Any, dtype: torch.dtype, positio
         ]
         states = [example_state(state) for state in kept.states.values()]
         args = (
-            torch.ones(BATCH, NEW, dtype=torch.int64),
-            torch.ones(BATCH, PAST + NEW, dtype=torch.int64),
-            torch.ones(BATCH, NEW, dtype=torch.int64),
+            torch.ones(BATCH, new, dtype=torch.int64),
+            torch.ones(BATCH, PAST + new, dtype=torch.int64),
+            torch.ones(BATCH, new, dtype=torch.int64),
             past,
             states,
         )
@@ -606,6 +619,7 @@ def second_road(model: PreTrainedModel, config: Any, dtype: torch.dtype, positio
             dynamic_shapes=(token, token, token, [(grows, grows)] * len(past), fixed),
             strict=False,
         )
+    check_guards(program, 2 if new == NEW else new)  # one chunk is what the check's probes run
     info = ModelInfo(
         kind="decoder",
         layers=[LayerInfo(kv_heads=h, key_size=k, value_size=v) for h, k, v in kept.layers.values()],

@@ -250,6 +250,7 @@ class _Interpreter:
     ) -> None:
         self.graph, self.cache, self.load = graph, cache, load
         self.env: dict[Node, Any] = {}
+        self.extended: set[int] = set()  # layers whose new keys and values are in the cache
 
     def run_graph(self, inputs: dict[str, Tensor]) -> list[Tensor]:
         last = last_uses(self.graph.fx)
@@ -285,8 +286,11 @@ class _Interpreter:
         if k is None:  # another layer's cache is read
             raise GraphError("attention without keys")
         past_k, past_v = self.cache.get(layer, (None, None))
+        if layer in self.extended:  # a later layer that reads the same cache
+            k, v, past_k, past_v = past_k, past_v, None, None
         out, key, value = CACHED_ATTENTION(q, k, v, past_k, past_v, mask, *rest, **kwargs)
         self.cache[layer] = key, value
+        self.extended.add(layer)
         return out  # type: ignore[no-any-return]
 
 

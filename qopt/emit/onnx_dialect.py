@@ -251,6 +251,8 @@ class GroupQueryAttention:
         mask = operands(node)[5]
         if not isinstance(mask, fx.Node) or mask.op != "placeholder":
             return "its mask is no input"
+        if any(reader.op != "output" for reader in readers(node)):
+            return "another layer reads its cache by slot, and it writes each row's without holes"
         node.meta["rotation"], why = rotation(context, node)
         if why is not None:
             node.meta["remarks"] = [f"the rotation stays outside: {why}"]
@@ -315,6 +317,12 @@ class GroupQueryAttention:
         annotate(node, 1, key)
         annotate(node, 2, held)
         return [unflatten_later(b, node, out), key, held]
+
+
+def readers(node: fx.Node) -> Iterable[fx.Node]:
+    """What reads the present keys and values of an attention."""
+    presents = [u for u in node.users if u.target is operator.getitem and u.args[1] != 0]
+    return [reader for present in presents for reader in present.users]
 
 
 def annotate(node: fx.Node, place: int, made: ir.Value) -> None:
