@@ -239,15 +239,13 @@ class _Transformers:
 
     def __init__(self, folder: Path, threads: int | None) -> None:
         import torch  # only here: the runtime must start without it
-        from transformers import AutoModelForCausalLM
+
+        from qopt.compat import load_original
 
         self.threads: int | None = threads or default_threads()
         torch.set_num_threads(threads or default_threads())
         self._torch = torch
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
-        )
-        self._model.train(False)
+        self._model = load_original(folder, "sdpa")
         self.vocab_size = int(self._model.config.get_text_config().vocab_size)
 
     def prepare(self, ids: Array, new: int) -> None:

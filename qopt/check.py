@@ -167,11 +167,7 @@ class GraphCheck:
         for start, stop in ((0, 5), (5, 6)):
             feeds = decoder_feeds(graph, ids[:, start:stop], start, past)
             out = graph.interpret(feeds, implied, load=self.cache.get)
-            past = {
-                past_name(name): t
-                for name, t in out.items()
-                if name.startswith("present")
-            }
+            past = {past_name(name): t for name, t in out.items() if name.startswith("present")}
             rows += [row.float().numpy() for row in out["logits"]]
         return rows
 
@@ -391,27 +387,15 @@ class Reference:
 
 def load_reference(source: Any) -> Any:
     """The model as transformers itself loads it, in fp32 with eager attention."""
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
+    from qopt.compat import load_original
 
-    quiet: Any = logging  # transformers leaves these without types
-    quiet.set_verbosity_error()
-    quiet.disable_progress_bar()
     if source.module is not None:
         return source.module.eval().float()
-    model: Any
-    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     if source.adapter is None and source.file is not None:
-        gguf = {"gguf_file": source.file.name}
-        model = AutoModelForCausalLM.from_pretrained(source.file.parent, **gguf, **options)
-    elif source.adapter is None and whole_checkpoint(source):
-        model = AutoModelForCausalLM.from_pretrained(
-            source.folder, local_files_only=True, **options
-        )
-    else:  # an adapter, or a part of a checkpoint: transformers' class, our tensors
-        model = filled_model(source)
-    return model.eval()
+        return load_original(source.file.parent, gguf_file=source.file.name)
+    if source.adapter is None and whole_checkpoint(source):
+        return load_original(source.folder)
+    return filled_model(source).eval()  # an adapter, or a part of a checkpoint: our tensors
 
 
 def whole_checkpoint(source: Any) -> bool:

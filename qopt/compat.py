@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -252,6 +253,28 @@ def gguf_names(model: PreTrainedModel, processor: Any) -> dict[str, str]:
 
     table: Any = get_gguf_hf_weights_map
     return dict(table(model, processor) if TRANSFORMERS_5 else table(model))
+
+
+# The original, to compare with -----------------------------------------------------------------
+
+
+def load_original(folder: Path, attention: str = "eager", **options: Any) -> Any:
+    """The model as transformers itself loads it, in fp32: no network, no remote code, no bar."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    quiet: Any = logging  # transformers leaves these without types
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
+    factory: Any = AutoModelForCausalLM
+    return factory.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        attn_implementation=attention,
+        local_files_only=True,
+        trust_remote_code=False,
+        **options,
+    ).eval()
 
 
 # Capture -------------------------------------------------------------------------------------

@@ -128,7 +128,8 @@ def _artifact_scorer(model: Model) -> Scorer:
 
 def _transformers_scorer(folder: Path) -> Scorer:
     import torch  # only here: the runtime must start without it
-    from transformers import AutoModelForCausalLM
+
+    from qopt.compat import load_original
 
     if not (folder / "config.json").is_file():
         raise UsageError(
@@ -136,10 +137,7 @@ def _transformers_scorer(folder: Path) -> Scorer:
             where=str(folder),
             why=f"it has neither {MANIFEST} nor config.json",
         )
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-    )
-    model.train(False)
+    model = load_original(folder)
 
     def score(window: Array) -> Array:
         with torch.inference_mode():
