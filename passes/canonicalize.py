@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from qopt import canonical, functional
+from qopt.complex_pairs import split_complex
 from qopt.graph import Graph
 from qopt.rewrite import Pass
 
@@ -33,4 +34,6 @@ class Canonicalize(Pass):
     def run(self, graph: Graph) -> int:
         """Apply the rules of `qopt.canonical`."""
         values = canonical.functionalize(graph) + functional.functionalize(graph)
-        return values + canonical.canonicalize(graph)
+        values += canonical.canonicalize(graph)
+        pairs = split_complex(graph)
+        return values + pairs + (canonical.canonicalize(graph) if pairs else 0)

@@ -284,6 +284,8 @@ class Builder:
         implementation = node.meta.get("implementation")
         if implementation is not None:
             return implementation.emit(self, node)
+        if any(isinstance(v, Tensor) and v.dtype not in DTYPES for v in held_values(node)):
+            raise self.refuse(node, "ONNX does not compute with its element type")
         if targets_of_write(node):
             raise self.refuse(node, "it writes into a tensor that something else reads")
         emitter = EMITTERS.get(node.target)
@@ -326,6 +328,12 @@ class Builder:
             where=module_path(node),
             why=why,
         )
+
+
+def held_values(node: fx.Node) -> Sequence[Any]:
+    """What a node and its arguments hold."""
+    own = value(node)
+    return [*(own if isinstance(own, list | tuple) else [own]), *map(value, node.all_input_nodes)]
 
 
 def number_type(number: Any) -> torch.dtype:
