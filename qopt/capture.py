@@ -38,7 +38,7 @@ from qopt.guards import FrozenSize, check_guards
 from qopt.info import LayerInfo, ModelInfo
 from qopt.ops import OPS
 from qopt.ragged import rows_are_independent
-from qopt.states import Key, KeptStates, NoStates, SeenStates, StateShape, state_name
+from qopt.states import KeptStates, Key, NoStates, SeenStates, StateShape, state_name
 from qopt.weights import LazyWeight
 
 if TYPE_CHECKING:
@@ -622,7 +622,9 @@ def explicit_graph(
     check_guards(program, 2 if new == NEW else new)  # one chunk is what the check's probes run
     info = ModelInfo(
         kind="decoder",
-        layers=[LayerInfo(kv_heads=h, key_size=k, value_size=v) for h, k, v in kept.layers.values()],
+        layers=[
+            LayerInfo(kv_heads=h, key_size=k, value_size=v) for h, k, v in kept.layers.values()
+        ],
     )
     names = ["logits", *kept.names("present", "present")]
     graph = graph_of(program, info, fake_mode_of(program), names)
@@ -660,7 +662,8 @@ def what_is_kept(model: PreTrainedModel, layers: int) -> Kept:
                 f"a cache of shape {tuple(key.shape)} is not (batch, heads, tokens, size)"
             )
     found = {
-        n: (int(k.shape[1]), int(k.shape[3]), int(v.shape[3])) for n, (k, v) in sorted(updates.items())
+        n: (int(k.shape[1]), int(k.shape[3]), int(v.shape[3]))
+        for n, (k, v) in sorted(updates.items())
     }
     return Kept(found, dict(sorted(cache.shapes.items())))
 

@@ -85,7 +85,8 @@ def rewrite(graph: Graph, node: fx.Node, pairs: dict[fx.Node, Pair]) -> Pair | f
     parts = []
     for part in (0, 1):
         args, kwargs = fx.map_arg(
-            (node.args, node.kwargs), lambda n: pairs[n][part] if n in pairs else n  # noqa: B023
+            (node.args, node.kwargs),
+            lambda n: pairs[n][part] if n in pairs else n,  # noqa: B023
         )
         parts.append(graph.call(node.target, *args, **kwargs))
     return parts[0], parts[1]

@@ -30,7 +30,7 @@ OUTCOMES: dict[Outcome, str] = {
     "failed": "qopt crashed, hung or outgrew its memory: a bug",
     "not runnable": "transformers itself cannot run the tiny model on ids alone; not counted",
 }
-SECONDS = 240.0  # that one type may take
+SECONDS = 300.0  # that one type may take
 MEMORY = 4 << 30  # bytes that one type may hold
 
 
@@ -74,9 +74,7 @@ class Coverage:
     def summary(self) -> str:
         """The numbers in a line."""
         parts = [f"{count} {outcome}" for outcome, count in self.counts.items() if count]
-        return (
-            f"{self.share:.0f} % exact of {self.runnable} runnable types ({', '.join(parts)})"
-        )
+        return f"{self.share:.0f} % exact of {self.runnable} runnable types ({', '.join(parts)})"
 
     def tables(self) -> list[Table]:
         """The summary and a row for each type."""
@@ -156,9 +154,10 @@ def run(
     with progress.step("trying types", len(chosen)) as advance:
 
         def one(kind: str) -> Attempt:
-            attempt = in_child([sys.executable, "-P", "-m", "qopt.coverage", kind, target], kind, seconds, memory)
+            command = [sys.executable, "-P", "-m", "qopt.coverage", kind, target]
+            found = in_child(command, kind, seconds, memory)
             advance(1)
-            return attempt
+            return found
 
         with ThreadPoolExecutor(jobs) as pool:
             return Coverage(target, environment(), list(pool.map(one, chosen)))
@@ -295,7 +294,7 @@ def knows(config_class: Any, name: str) -> bool:
 
 
 def make_tiny(kind: str, folder: Path) -> Any:
-    """Write a tiny random model into `folder`, and return it as transformers loads it from there."""
+    """Write a tiny random model into `folder`, and return it as transformers loads it back."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -402,8 +401,9 @@ def main(kind: str, target: str, act: Callable[[str, str, Path], Attempt] = atte
     import dataclasses
     import traceback
 
-    from transformers.utils import logging
+    import transformers
 
+    logging: Any = transformers.utils.logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
@@ -419,4 +419,4 @@ def main(kind: str, target: str, act: Callable[[str, str, Path], Attempt] = atte
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         raise GateError("qopt.coverage is run by qopt coverage")
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(sys.argv[1], sys.argv[2]))

@@ -1,7 +1,7 @@
-"""Writes in place become values: after a call that writes through a view, everything is made anew.
+"""Writes in place become values: what a call wrote through a view is made anew for later readers.
 
-A write through a chain of views is undone step by step (`slice` by `slice_scatter`, and so on) up to
-the memory's owner; every other view of that memory that is read later is taken again.
+A write through a chain of views is undone step by step (`slice` by `slice_scatter`, and so on) up
+to the memory's owner; every other view of that memory that is read later is taken again.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ def parent_of(graph: Graph, node: fx.Node) -> fx.Node | None:
     args, kwargs = fx.map_arg((node.args, node.kwargs), value)
     try:
         with graph.fake_mode:
-            made = node.target(*args, **kwargs)  # type: ignore[operator]
-        return parent if torch._C._is_alias_of(made, value(parent)) else None
+            made = node.target(*args, **kwargs)
+        same = made.untyped_storage()._cdata == value(parent).untyped_storage()._cdata
+        return parent if same else None
     except Exception:  # the layout cannot be told: as its schema says
         return parent
 
@@ -154,8 +155,10 @@ def undo_slice(graph: Graph, view: fx.Node, parent: fx.Node, new: fx.Node) -> fx
 def undo_narrow(graph: Graph, view: fx.Node, parent: fx.Node, new: fx.Node) -> fx.Node:
     """Write a range of a given length back."""
     _, dim, start, length = view.args
-    end = start + length if isinstance(start, int) and isinstance(length, int) else None  # type: ignore[operator]
-    if end is None:
+    end: Any = None
+    if isinstance(start, int) and isinstance(length, int):
+        end = start + length
+    else:
         end = graph.call(operator.add, start, length)
     return graph.call(aten.slice_scatter.default, parent, new, dim, start, end, 1)
 
@@ -215,13 +218,13 @@ def undo_alias(graph: Graph, view: fx.Node, parent: fx.Node, new: fx.Node) -> fx
 
 def piece_of_split(graph: Graph, view: fx.Node, parent: fx.Node, new: fx.Node) -> fx.Node:
     """Write a piece of a split back."""
-    split, place = view.args
-    dim = argument(split, 2, "dim", 0)  # type: ignore[arg-type]
+    split: Any = view.args[0]
+    place: Any = view.args[1]
+    dim = argument(split, 2, "dim", 0)
     sizes = [piece.shape[dim] for piece in value(split)]
-    start = sum(sizes[:place])  # type: ignore[misc]
-    return graph.call(
-        aten.slice_scatter.default, parent, new, dim, start, start + sizes[place], 1  # type: ignore[index]
-    )
+    start = sum(sizes[:place])
+    end = start + sizes[place]
+    return graph.call(aten.slice_scatter.default, parent, new, dim, start, end, 1)
 
 
 for _split in (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default):
