@@ -144,10 +144,7 @@ def test_stop_after(
         qopt.load(tmp_path / "out").decoder()
 
 
-@pytest.mark.parametrize("target", ["onnx-cpu", "onnx"])
-def test_a_cacheless_artifact_is_right_on_whole_prompts(
-    target: str, tiny: Tiny, tmp_path: Path
-) -> None:
+def test_a_cacheless_artifact_is_right_on_whole_prompts(tiny: Tiny, tmp_path: Path) -> None:
     result = compile(
         str(tiny("llama")[0]),
         "baseline",

@@ -115,7 +115,13 @@ def test_reference_evaluator_agrees(family: str, compiled: Compiled, tiny: Tiny)
         done += new
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        *(pytest.param(f, marks=pytest.mark.slow) for f in ("gemma3_text", "gpt2", "gpt_oss")),
+    ],
+)
 def test_an_older_opset_is_written_with_primitives(
     family: str, compiled: Compiled, tiny: Tiny, distance: Distance
 ) -> None:
@@ -346,7 +352,8 @@ def test_same_bytes(family: str, compiled: Compiled, tiny: Tiny, tmp_path: Path)
 
 
 def test_the_checked_artifact_has_the_same_bytes_again(tiny: Tiny, tmp_path: Path) -> None:
-    outs = [compile(str(tiny("llama")[0]), "low-latency", tmp_path / n).out for n in "ab"]
+    model = str(tiny("llama")[0])
+    outs = [compile(model, "low-latency", tmp_path / n, check="final").out for n in "ab"]
     assert contents(outs[0]) == contents(outs[1])
     assert read_manifest(outs[0]).checks
 

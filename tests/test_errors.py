@@ -385,8 +385,22 @@ BAD_LUCK = {
 }
 
 
-@pytest.mark.parametrize("older", [False, True], ids=["new", "over-an-older-one"])
-@pytest.mark.parametrize("case", BAD_LUCK)
+SLOW = {("Ctrl-C while checking", True), ("a request to stop", True), ("a full disk", False)}
+
+
+@pytest.mark.parametrize(
+    ("case", "older"),
+    [
+        pytest.param(
+            case,
+            older,
+            marks=pytest.mark.slow if (case, older) in SLOW else (),
+            id=f"{case}, {'over an older one' if older else 'new'}",
+        )
+        for case in BAD_LUCK
+        for older in (False, True)
+    ],
+)
 def test_bad_luck(case: str, older: bool, model: Path, place: Path) -> None:
     """Nothing is left of the new artifact, everything of the one that was there; and it mends."""
     code, flags, expected, words = BAD_LUCK[case]

@@ -148,10 +148,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 FAST_VARIANTS = {"yarn", "soft-caps", "windows in some layers", "part of the head rotated"}
 
 
-@pytest.mark.parametrize("target", ["onnx-cpu", "onnx"])
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(c, marks=() if c in FAST_VARIANTS else pytest.mark.slow) for c in VARIANTS],
+    ("case", "target"),
+    [
+        pytest.param(
+            case,
+            target,
+            marks=() if case in FAST_VARIANTS and target == "onnx-cpu" else pytest.mark.slow,
+            id=f"{case}, {target}",
+        )
+        for case in VARIANTS
+        for target in ("onnx-cpu", "onnx")
+    ],
 )
 def test_variant(
     case: str, target: str, compiled: Compiled, tiny: Tiny, distance: Distance
