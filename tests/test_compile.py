@@ -149,7 +149,6 @@ def test_a_cacheless_artifact_is_right_on_whole_prompts(tiny: Tiny, tmp_path: Pa
         str(tiny("llama")[0]),
         "baseline",
         tmp_path / "o",
-        target=target,
         stop_after="fold-constants",
     )
     probes = [row.probe for row in result.report.checks if not row.probe.startswith("after ")]
