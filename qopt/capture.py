@@ -38,7 +38,15 @@ from qopt.guards import FrozenSize, check_guards
 from qopt.info import LayerInfo, ModelInfo
 from qopt.ops import OPS
 from qopt.ragged import rows_are_independent
-from qopt.states import KeptStates, Key, NoStates, SeenStates, StateShape, state_name
+from qopt.states import (
+    KeptStates,
+    Key,
+    NoLayers,
+    NoStates,
+    SeenStates,
+    StateShape,
+    state_name,
+)
 from qopt.weights import LazyWeight
 
 if TYPE_CHECKING:
@@ -94,7 +102,7 @@ class ImpliedCache(NoStates, Cache):
     """Stands in for the cache on the first road: hands the new keys back, the op holds the past."""
 
     def __init__(self, recording: Recording, layers: int) -> None:
-        self.recording, self.count, self.layers = recording, layers, []
+        self.recording, self.count, self.layers = recording, layers, NoLayers()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -699,28 +707,30 @@ def attach_weights(
 def describe_model(info: ModelInfo, source: ModelSource) -> None:
     """Fill in what the config says of the whole model."""
     config, generation = source.config, source.generation_config
-    info.model_type = getattr(config, "model_type", None)
+    info.model_type = told(config, "model_type")
     for name in ("vocab_size", "hidden_size"):
-        value = getattr(config, name, None)
+        value = told(config, name)
         setattr(info, name, int(value) if isinstance(value, int) else None)
-    heads = getattr(config, "num_attention_heads", None)
+    heads = told(config, "num_attention_heads")
     info.attention_heads = heads if isinstance(heads, int) else None
-    context = getattr(config, "max_position_embeddings", None) or getattr(
-        config, "n_positions", None
-    )
+    context = told(config, "max_position_embeddings") or told(config, "n_positions")
     info.context_length = context if isinstance(context, int) else None
-    info.bos_token_id = scalar(
-        generation.get("bos_token_id", getattr(config, "bos_token_id", None))
-    )
-    info.pad_token_id = scalar(
-        generation.get("pad_token_id", getattr(config, "pad_token_id", None))
-    )
+    info.bos_token_id = scalar(generation.get("bos_token_id", told(config, "bos_token_id")))
+    info.pad_token_id = scalar(generation.get("pad_token_id", told(config, "pad_token_id")))
     ids: list[int] = []
-    for found in (getattr(config, "eos_token_id", None), generation.get("eos_token_id")):
+    for found in (told(config, "eos_token_id"), generation.get("eos_token_id")):
         for value in found if isinstance(found, list | tuple) else [found]:
             if isinstance(value, int) and value not in ids:
                 ids.append(value)
     info.eos_token_ids = ids
+
+
+def told(config: Any, name: str) -> Any:
+    """A setting of the config; None where it has none, or another one for each layer."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # transformers raises an error of its own for the second
+        return None
 
 
 def scalar(value: Any) -> int | None:

@@ -32,6 +32,13 @@ def state_name(key: Key) -> str:
     return f"{key[0]}.{key[1]}"
 
 
+class NoLayers(list[Any]):
+    """Stands for the cache's own layers, of which a graph has none."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise DoesNotFit("the model reaches into its cache, past `update`")
+
+
 class NoStates:
     """A cache of keys and values alone: whoever asks for more does not fit."""
 

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, fx
 
-from qopt.canonical import same_size, targets_of_write, value
+from qopt.canonical import same_size, targets_of_write, value, written
 from qopt.errors import UnsupportedError
 from qopt.graph import Graph, describe
 from qopt.target import Target
@@ -259,6 +259,9 @@ class Builder:
     def run(self) -> None:
         """Emit every node that the results need, in order."""
         needed = self._needed()
+        if not needed.isdisjoint(written(self.graph)):
+            write = next(node for node in self.graph.fx.nodes if targets_of_write(node))
+            raise self.refuse(write, "it writes into a tensor that something else reads")
         for node in self.graph.fx.nodes:
             if node in needed or node.op == "placeholder":
                 self.current = node.name
@@ -286,8 +289,6 @@ class Builder:
             return implementation.emit(self, node)
         if any(isinstance(v, Tensor) and v.dtype not in DTYPES for v in held_values(node)):
             raise self.refuse(node, "ONNX does not compute with its element type")
-        if targets_of_write(node):
-            raise self.refuse(node, "it writes into a tensor that something else reads")
         emitter = EMITTERS.get(node.target)
         if emitter is None:
             from qopt.emit.torchlib import call_torchlib
