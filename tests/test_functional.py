@@ -84,7 +84,7 @@ def copy_is_no_view(x: Tensor, y: Tensor) -> Tensor:
 
 def pieces(x: Tensor, y: Tensor) -> Tensor:
     z = x * 1
-    a, b = torch.split(z, 2, dim=1)  # type: ignore[no-untyped-call]
+    a, b = torch.split(z, 2, dim=1)
     b.mul_(a)
     a.zero_()
     both: Tensor = z + b.repeat(1, 2)
