@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -567,7 +568,7 @@ def first_road(model: PreTrainedModel, config: Any, dtype: torch.dtype, position
         )
         shapes = ({0: dynamic, 1: dynamic},) * 3
         program = torch.export.export(step, args, dynamic_shapes=shapes, strict=False)
-    check_guards(program)
+    check_guards(program, most=context_length(config))
     recording = _recording  # export puts back what a trace assigns to a module
     assert recording is not None
     unread = sorted(set(recording.updates) - recording.read)
@@ -591,16 +592,25 @@ def second_road(model: PreTrainedModel, config: Any, dtype: torch.dtype, positio
     compat.set_attention(model, "eager")
     layers = compat.layer_count(config)
     kept = what_is_kept(model, layers)
+
+    def guarded(new: int, least: int, most: int | None) -> Graph:
+        program = explicit_program(model, dtype, positions, kept, layers, new)
+        check_guards(program, least, most)
+        return explicit_graph(program, kept)
+
     try:
-        return explicit_graph(model, dtype, positions, kept, layers, NEW)
+        return guarded(NEW, 2, context_length(config))
     except FrozenSize:  # such as the number of chunks of a scan, which was 1
-        return explicit_graph(model, dtype, positions, kept, layers, LONG)
+        if not kept.states:
+            raise
+        # One chunk, of which this graph knows nothing, is what the check's probes run.
+        return guarded(LONG, LONG, None)
 
 
-def explicit_graph(
+def explicit_program(
     model: PreTrainedModel, dtype: torch.dtype, positions: bool, kept: Kept, layers: int, new: int
-) -> Graph:
-    """The graph of a call with `new` tokens."""
+) -> ExportedProgram:
+    """Export a call with `new` tokens."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     with_fake_parameters(model, mode)
     dynamic = torch.export.Dim.DYNAMIC
@@ -621,13 +631,16 @@ def explicit_graph(
         token = {0: dynamic, 1: dynamic}
         grows = {0: dynamic, 2: dynamic}
         fixed = [grows if s.grows else {0: dynamic} for s in kept.states.values()]
-        program = torch.export.export(
+        return torch.export.export(
             step,
             args,
             dynamic_shapes=(token, token, token, [(grows, grows)] * len(past), fixed),
             strict=False,
         )
-    check_guards(program, 2 if new == NEW else new)  # one chunk is what the check's probes run
+
+
+def explicit_graph(program: ExportedProgram, kept: Kept) -> Graph:
+    """The graph of such a program, its inputs and outputs under the artifact's names."""
     info = ModelInfo(
         kind="decoder",
         layers=[
@@ -713,8 +726,7 @@ def describe_model(info: ModelInfo, source: ModelSource) -> None:
         setattr(info, name, int(value) if isinstance(value, int) else None)
     heads = told(config, "num_attention_heads")
     info.attention_heads = heads if isinstance(heads, int) else None
-    context = told(config, "max_position_embeddings") or told(config, "n_positions")
-    info.context_length = context if isinstance(context, int) else None
+    info.context_length = context_length(config)
     info.bos_token_id = scalar(generation.get("bos_token_id", told(config, "bos_token_id")))
     info.pad_token_id = scalar(generation.get("pad_token_id", told(config, "pad_token_id")))
     ids: list[int] = []
@@ -723,6 +735,12 @@ def describe_model(info: ModelInfo, source: ModelSource) -> None:
             if isinstance(value, int) and value not in ids:
                 ids.append(value)
     info.eos_token_ids = ids
+
+
+def context_length(config: Any) -> int | None:
+    """Tokens that a model can hold, prompt and answer together."""
+    found = told(config, "max_position_embeddings") or told(config, "n_positions")
+    return found if isinstance(found, int) else None
 
 
 def told(config: Any, name: str) -> Any:

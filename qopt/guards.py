@@ -17,11 +17,11 @@ class FrozenSize(DoesNotFit):
     """A trace took a branch that only some sizes take."""
 
 
-def check_guards(program: ExportedProgram, least: int = 2) -> None:
+def check_guards(program: ExportedProgram, least: int = 2, most: int | None = None) -> None:
     """Raise `FrozenSize` where the trace took a branch that other sizes would not take.
 
     Sizes of 0 and 1 are left out: what is dynamic serves them too. So are fewer new tokens than
-    `least`.
+    `least`, and more than `most` in all.
     """
     shapes = fake_mode_of(program).shape_env
     symbols = input_symbols(program)
@@ -32,6 +32,8 @@ def check_guards(program: ExportedProgram, least: int = 2) -> None:
             continue
         news = [new for new in NEWS if new >= least]
         for batch, new, past in product(BATCHES, news, PASTS):
+            if most is not None and past + new > most:
+                continue
             sizes = (batch, new, past, past + new)
             values = {s: size for group, size in zip(symbols, sizes, strict=True) for s in group}
             if guard.expr.subs(values) == False:  # noqa: E712, a sympy truth value

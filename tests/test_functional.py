@@ -203,6 +203,13 @@ def test_a_branch_that_every_size_takes_is_fine() -> None:
     check_guards(exported_step(2))
 
 
+def test_sizes_beyond_the_context_do_not_count() -> None:
+    check_guards(exported_step(2), most=64)
+    with pytest.raises(FrozenSize):
+        check_guards(exported_step(64), most=4096)
+    check_guards(exported_step(64), most=30)
+
+
 def test_small_sizes_may_be_left_out() -> None:
     check_guards(exported_step(2), least=300)
 
