@@ -14,6 +14,7 @@ import numpy as np
 
 from qopt.artifact import MANIFEST
 from qopt.errors import UsageError
+from qopt.report import Table
 from qopt.runtime.decoder import Decoder
 from qopt.runtime.generate import Model, load
 from qopt.runtime.session import Array, default_threads
@@ -82,6 +83,23 @@ class Bench:
     def decode_ratio(self) -> float | None:
         """Ratio of the medians."""
         return self.artifact.decode_tok_s / self.peer.decode_tok_s if self.peer else None
+
+    def tables(self) -> list[Table]:
+        """Medians of both sides and their ratios."""
+        sides = [side for side in (self.artifact, self.peer) if side]
+        rows: list[tuple[str, str, str, str]] = [
+            (
+                s.engine,
+                str(s.threads or "its own"),
+                f"{s.prefill_tok_s:.0f}",
+                f"{s.decode_tok_s:.1f}",
+            )
+            for s in sides
+        ]
+        if self.prefill_ratio is not None and self.decode_ratio is not None:
+            rows.append(("ratio", "", f"{self.prefill_ratio:.2f}", f"{self.decode_ratio:.2f}"))
+        title = f"prompt {self.prompt}, {self.new} new, batch {self.batch}, {self.rounds} rounds"
+        return [Table(title, ("engine", "threads", "prefill tok/s", "decode tok/s"), rows)]
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, for JSON; a pair's two runs stand next to each other in time."""

@@ -8,6 +8,7 @@ fp32, one request at a time, without padding and without a cache.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -604,4 +605,6 @@ def main(argument: str, run: Callable[[Job], Verification] = run_job) -> int:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         raise UsageError("qopt.check is run by qopt compile and qopt verify")
-    sys.exit(main(sys.argv[1]))
+    code = main(sys.argv[1])
+    sys.stdout.flush()
+    os._exit(code)  # at once: taking a model down object by object takes longer than a second

@@ -9,10 +9,11 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -222,7 +223,7 @@ def run_command(
     with state.progress().step("loading"):
         model = load(artifact, threads=threads)
     options["stop"] = options["stop"] or None
-    texts = [*prompts, *(file.read().removesuffix("\n") for file in prompt_file)]
+    texts = [*prompts, *map(_read_prompt, prompt_file)]
     if inputs is not None:
         _run_arrays(state, model, inputs, outputs)
     elif model.info.kind != "decoder":
@@ -231,8 +232,17 @@ def run_command(
         _answer(state, model, [_prompt(model, text, chat, system) for text in texts], options)
     elif chat is False:
         raise UsageError("--raw needs a prompt", todo="give --prompt TEXT or --prompt-file FILE")
+    elif state.json:
+        raise UsageError("--json needs a prompt", todo="give --prompt TEXT or --prompt-file FILE")
     else:
         terminal.chat(model, system=system, quiet=state.quiet, **options)
+
+
+def _read_prompt(file: Any) -> str:
+    try:
+        return str(file.read()).removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise UsageError("the prompt is not UTF-8", where=file.name, why=str(error)) from None
 
 
 def _prompt(model: Model, text: str, chat: bool | None, system: str | None) -> Any:
@@ -240,6 +250,8 @@ def _prompt(model: Model, text: str, chat: bool | None, system: str | None) -> A
     if chat is None:
         chat = model.tokenizer.has_chat_template
     if not chat:
+        if system is not None:
+            raise UsageError("--system needs a chat template, and the prompt is taken as it is")
         return text
     before = [{"role": "system", "content": system}] if system is not None else []
     return [*before, {"role": "user", "content": text}]
@@ -464,5 +476,18 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 
+def run() -> NoReturn:
+    """Run a command and end the process with its exit code.
+
+    At once: taking a captured model down object by object takes longer than a second, and nothing
+    is left to be done. Files are synced, child processes have ended.
+    """
+    code = main()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Thread
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,7 @@ def compile(
     """
     progress = progress or Progress(quiet=True)
     out = Path(out) if out is not None else default_output(model, recipe)
+    budget = memory_budget(max_ram)
     with progress.step("starting"):
         from qopt import rewrite
         from qopt.capture import capture
@@ -111,10 +113,11 @@ def compile(
         element, note = choose_dtype(place, chosen.dtype, source.dtype)
         refuse_impossible(chosen, source)
     size = sum(w.nbytes // w.dtype.itemsize for w in source.tensors.values()) * element.itemsize
-    budget = memory_budget(max_ram)
     announce_memory(progress, chosen.check, size, budget)
     report = Report(notes=[*source.notes, *([note] if note else [])], timings=progress.timings)
     with ArtifactWriter(out, size=size, keep_rejected=keep_rejected) as writer:
+        if not no_weights:  # hashing lets go of the interpreter's lock, and capturing does not
+            Thread(target=lambda: source.digest, daemon=True).start()
         with progress.step("capturing"):
             known = len(source.notes)
             graph = capture(source, element)
@@ -206,7 +209,10 @@ def configured(recipe: Recipe, registry: Any) -> list[tuple[Any, Any]]:
 def memory_budget(max_ram: str | None) -> int:
     """Bytes that this process may use: what was said, else what is free now."""
     if max_ram is not None:
-        return int(size_in_bytes(max_ram))
+        try:
+            return int(size_in_bytes(max_ram))
+        except ValueError as error:
+            raise UsageError(f"--max-ram {max_ram}: {error}") from None
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
@@ -225,7 +231,7 @@ def announce_memory(progress: Progress, check: str, size: int, budget: int) -> N
         progress.say(f"the check needs about {need / 1e9:.1f} GB of memory (--check off: 1.5)")
     if need > budget:
         raise ResourceError(
-            f"about {need / 1e9:.1f} GB of memory are needed, {budget / 1e9:.1f} GB may be used",
+            f"about {need / 1e6:,.0f} MB of memory are needed, {budget / 1e6:,.0f} may be used",
             why="the check loads the whole model" if check != "off" else None,
             todo="compile with --check off, or allow more with --max-ram"
             if check != "off"

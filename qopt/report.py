@@ -73,7 +73,7 @@ class Report:
     def tables(self) -> list[Table]:
         """The tables that have something in them."""
         tables = [self._pass_table(), self._lowering_table(), self._check_table()]
-        timings = [(name, f"{seconds:.1f}") for name, seconds in self.timings.items()]
+        timings = [(n, f"{seconds:.1f}") for n, seconds in self.timings.items() if seconds > 0.05]
         tables.append(Table("time", ("step", "s"), timings))
         tables.append(Table("notes", ("",), [(note,) for note in self.notes]))
         return [table for table in tables if table.rows]
@@ -94,9 +94,19 @@ class Report:
     def _check_table(self) -> Table:
         rows = [
             (row.probe, _figures(row.figures), _figures(row.limits), "ok" if row.passed else "FAIL")
-            for row in self.checks
+            for row in joined(self.checks)
         ]
         return Table("check", ("probe", "measured", "limit", ""), rows)
+
+
+def joined(checks: Sequence[CheckRow]) -> list[CheckRow]:
+    """The checks after passes that passed as one row, with the largest of their figures."""
+    after = [row for row in checks if row.probe.startswith("after ") and row.passed]
+    if len(after) < 2:
+        return list(checks)
+    figures = {name: max(row.figures[name] for row in after) for name in after[0].figures}
+    first = CheckRow(f"after each of {len(after)} passes", figures, after[0].limits, True)
+    return [first, *(row for row in checks if row not in after)]
 
 
 def _figures(figures: Mapping[str, float]) -> str:

@@ -251,7 +251,7 @@ class FakeModel:
 
     def __init__(self, template: bool) -> None:
         self.info = ModelInfo(kind="decoder")
-        self.tokenizer = types.SimpleNamespace(_template="a template" if template else None)
+        self.tokenizer = types.SimpleNamespace(has_chat_template=True if template else None)
         self.asked: list[Any] = []
 
     def generate(self, prompts: list[Any], **options: Any) -> list[Result]:
