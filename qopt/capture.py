@@ -737,10 +737,13 @@ def describe_model(info: ModelInfo, source: ModelSource) -> None:
     info.eos_token_ids = ids
 
 
+CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
+
+
 def context_length(config: Any) -> int | None:
     """Tokens that a model can hold, prompt and answer together."""
-    found = told(config, "max_position_embeddings") or told(config, "n_positions")
-    return found if isinstance(found, int) else None
+    found = (told(config, name) for name in CONTEXT_NAMES)
+    return next((length for length in found if isinstance(length, int) and length > 0), None)
 
 
 def told(config: Any, name: str) -> Any:
