@@ -509,4 +509,5 @@ def test_genai_loads_the_config(
 
 
 def test_every_error_has_its_code() -> None:
-    assert {e("x").exit_code for e in QoptError.__subclasses__()} == {2, 3, 4, 5, 6, 7}
+    kinds = [e for e in QoptError.__subclasses__() if e.__module__ == "qopt.errors"]
+    assert sorted(kind("x").exit_code for kind in kinds) == [2, 3, 4, 5, 6, 7]

@@ -383,6 +383,7 @@ BASELINE = [
     "fuse-rms-norm",
     "fuse-layer-norm",
     "fuse-rotary-embedding",
+    "fuse-gelu",
     "fuse-silu-mul",
     "merge-qkv",
     "merge-gate-up",
