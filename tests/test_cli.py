@@ -120,9 +120,9 @@ def test_an_error_has_its_own_code(
         (RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory"), 6, "memory"),
         (OSError(errno.ENOSPC, "No space left on device"), 6, "no space left"),
         (
-            PermissionError(errno.EACCES, "Permission denied", "/root/x"),
+            PermissionError(errno.EACCES, "Permission denied", "/srv/x"),
             6,
-            "/root/x: no permission",
+            "/srv/x: no permission",
         ),
         (ValueError("odd\nlines"), 1, "internal error: ValueError: odd\n"),
         (AssertionError(), 1, "internal error: AssertionError\n"),
