@@ -139,7 +139,9 @@ def compile(
                 report.passes = [pass_row(record) for record in manager.records]
         with progress.step("writing", size or None) as advance:
             counted = Counted(advance)
-            written = write_onnx(graph, writer.folder, place, limit, counted)
+            written = write_onnx(
+                graph, writer.folder, place, limit, counted, read_soon=chosen.check != "off"
+            )
             check_file(writer.folder / "model.onnx", weights=not no_weights)
         report.lowering = [
             LoweringRow(c.op, c.implementation, c.count, told(c.refusals)) for c in written.choices

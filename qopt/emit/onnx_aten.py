@@ -295,8 +295,9 @@ def remainder(b: Builder, node: fx.Node) -> ir.Value:
 def linear(b: Builder, node: fx.Node) -> ir.Value:
     """x @ weight.T + bias.
 
-    A weight that something else reads too stays as it is stored: `FusedMatMul` or `Gemm` reads it
-    transposed, and it is kept once. Otherwise the transpose is part of the lazy weight.
+    `FusedMatMul` reads the weight transposed, as it is stored: it is packed at load all the same,
+    and nothing has to be turned over while it is written. In standard ops the transpose is part of
+    the lazy weight, unless something else reads the weight too: then `Gemm` reads it, kept once.
     """
     x, weight = operands(node)[:2]
     bias = argument(node, 2, "bias")
@@ -305,13 +306,13 @@ def linear(b: Builder, node: fx.Node) -> ir.Value:
     stored = b.graph.weight(weight)
     if stored is None:
         out = b.op("MatMul", b.get(x), b.op("Transpose", b.get(weight), perm=[1, 0]))
+    elif b.target.contrib and value(x).dtype == torch.float32:
+        out = b.microsoft("FusedMatMul", b.get(x), b.get(weight), transB=1)
     elif all(
         user.target is aten.linear.default and user.args[1] is weight for user in weight.users
     ):
         name = f"{weight.target}"
         out = b.op("MatMul", b.get(x), b.weight(f"{name}.T", stored.transpose()))
-    elif b.target.contrib and value(x).dtype == torch.float32:
-        out = b.microsoft("FusedMatMul", b.get(x), b.get(weight), transB=1)
     else:
         out = shared_gemm(b, node, x, weight)
     return out if bias is None else b.op("Add", out, b.get(bias))
