@@ -8,7 +8,6 @@ stays aten and its cache is explicit, through `Cache.update`.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,26 +17,34 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
-    FakeTensor,
     FakeTensorMode,
 )
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface
 
 from qopt import compat
 from qopt.binding import bind_weights
+from qopt.compat import call_model
 from qopt.errors import UnsupportedError
 from qopt.experts import call_experts
-from qopt.export import DoesNotFit, capture_module, fake_mode_of, graph_of, quiet, reason_of
+from qopt.export import (
+    DoesNotFit,
+    capture_module,
+    fake_mode_of,
+    graph_of,
+    quiet,
+    reason_of,
+    with_fake_parameters,
+)
 from qopt.graph import Graph
 from qopt.guards import FrozenSize, check_guards
 from qopt.info import LayerInfo, ModelInfo
 from qopt.ops import OPS
+from qopt.positions import default_positions_are_plain
 from qopt.ragged import rows_are_independent
 from qopt.states import (
     KeptStates,
@@ -366,131 +373,6 @@ class ExplicitStep(nn.Module):
         return logits, [recording.updates[n] for n in held], new
 
 
-def call_model(
-    model: nn.Module, ids: Tensor, mask: Tensor | None, positions: Tensor | None, cache: Any
-) -> Tensor:
-    """Call a transformers decoder under this version's names of arguments; returns its logits."""
-    accepted = inspect.signature(model.forward).parameters
-    name = "cache" if "cache" in accepted else "past_key_values"
-    if name not in accepted:
-        raise UnsupportedError(
-            f"{type(model).__name__} takes no KV cache",
-            why="it is not an autoregressive decoder with attention",
-        )
-    given = {"input_ids": ids, "attention_mask": mask, name: cache, "use_cache": cache is not None}
-    if positions is not None:
-        given["position_ids"] = positions
-    if "logits_to_keep" in accepted:
-        given["logits_to_keep"] = 0
-    given = {k: v for k, v in given.items() if k in accepted or k == "use_cache"}
-    return model(**given, return_dict=True).logits  # type: ignore[no-any-return]
-
-
-class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows, through a run on fake tensors, the integers whose values are known.
-
-    `leaks` lists every known tensor that meets an unknown one, in order: two runs with equal leaks
-    compute the same thing from their integers.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.values: dict[int, tuple[Tensor, Tensor]] = {}
-        self.leaks: list[tuple[str, Tensor]] = []
-
-    def know(self, fake: Tensor, real: Tensor) -> None:
-        """State that `fake` holds `real`."""
-        self.values[id(fake)] = fake, real
-
-    def real(self, tensor: Tensor) -> Tensor | None:
-        """What a tensor holds: a fake one that is known, or a small buffer of the model itself."""
-        if id(tensor) in self.values:
-            return self.values[id(tensor)][1]
-        return None if isinstance(tensor, FakeTensor) else tensor
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the op on fake tensors, and on the real ones where all of them are known."""
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        known = [value for value in map(self.real, tensors) if value is not None]
-        if len(known) < len(tensors):
-            self.leaks += [(str(func), value) for value in known]
-            return out
-        if not tensors and not isinstance(out, Tensor):
-            return out
-        self._follow(func, args, kwargs, out)
-        return out
-
-    def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        def given(x: Any) -> Any:
-            return self.real(x) if isinstance(x, Tensor) else x
-
-        sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, Tensor)]
-        if sum(sizes) > 1 << 16 or "rand" in str(func) or "empty" in str(func):
-            return
-        with _disable_current_modes():
-            result = func(*tree_map(given, args), **tree_map(given, kwargs))
-        for fake, value in zip(tree_leaves(out), tree_leaves(result), strict=True):
-            if isinstance(fake, Tensor):
-                self.know(fake, value)
-
-
-def default_positions_are_plain(model: PreTrainedModel, config: Any) -> bool:
-    """Whether the model, given no position ids, counts 0, 1, 2, ... as we would."""
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        return False
-    compat.set_attention(model, "eager")
-    lists = []
-    vocabulary = int(getattr(config, "vocab_size", 0) or 64)
-    pad = getattr(config, "pad_token_id", None)
-    free = [i for i in range(min(vocabulary, 64)) if i != pad][-10:]
-    free = (free * 10)[:10]
-    for give in (True, False):
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        fake_model = with_fake_parameters(model, mode)
-        with mode, KnownValues() as known, torch.no_grad():
-            tensors = []
-            for rows in ([free[:5], free[5:]], [[1] * 5] * 2, [list(range(5))] * 2):
-                with _disable_current_modes():
-                    real = torch.tensor(rows)
-                fake = mode.from_tensor(real)
-                known.know(fake, real)
-                tensors.append(fake)
-            ids, mask, positions = tensors
-            try:
-                call_model(fake_model, ids, mask, positions if give else None, None)
-            except Exception:  # a branch on data that is not there: the probes decide later
-                return True
-        lists.append(known.leaks)
-    return len(lists[0]) == len(lists[1]) and all(
-        a == b and same_values(x, y) for (a, x), (b, y) in zip(*lists, strict=True)
-    )
-
-
-def same_values(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same once broadcast: one row of positions serves every row."""
-    try:
-        a, b = torch.broadcast_tensors(a, b)  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        return False
-    return torch.equal(a, b)
-
-
-def with_fake_parameters(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Give the model fake parameters of this mode; its small buffers stay real."""
-    with mode:
-        for module in model.modules():
-            for name, parameter in list(module._parameters.items()):
-                if parameter is not None:
-                    empty = torch.empty(parameter.shape, dtype=parameter.dtype)
-                    module._parameters[name] = nn.Parameter(empty, requires_grad=False)
-            for name, buffer in list(module._buffers.items()):
-                if buffer is not None and buffer.device.type == "meta":
-                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-    return model
-
-
 def capture(source: ModelSource, dtype: torch.dtype) -> Graph:
     """Turn a source into a graph in `dtype`.
 
@@ -509,12 +391,12 @@ def capture_decoder(source: ModelSource, dtype: torch.dtype) -> Graph:
     stateful(model)
     with patched_rope(model) as by_length, compat.no_autocast():
         with quiet():
-            positions = default_positions_are_plain(model, config)
+            plain = default_positions_are_plain(model, config)
         reasons = []
         for road in (first_road, second_road):
             try:
                 with quiet():
-                    graph = road(model, config, dtype, positions)
+                    graph = road(model, config, dtype, plain is not False)
                 break
             except Exception as error:
                 reasons.append(f"{road.__name__.replace('_', ' ')}: {reason_of(error)}")
@@ -532,6 +414,8 @@ def capture_decoder(source: ModelSource, dtype: torch.dtype) -> Graph:
     # Padding would enter a recurrent state.
     states = any(name.startswith("present_state.") for name in graph.outputs)
     graph.info.ragged = not by_length and not states and rows_are_independent(graph, config)
+    if plain is None:
+        graph.notes.append("it was not seen how the model counts positions: taken as 0, 1, 2, ...")
     if reasons:
         graph.notes.append(f"attention stays as the model writes it ({reasons[0]})")
     return graph

@@ -159,7 +159,7 @@ def compile_command(
 @pass_state
 def verify_command(state: State, /, artifact: Path, model: str | None) -> None:
     """Check an artifact: its files, and that it still computes MODEL."""
-    from qopt.check import verify
+    from qopt.final_check import verify
 
     result = verify(artifact, model)
     state.show(result.to_dict() if state.json else result)

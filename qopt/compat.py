@@ -6,6 +6,7 @@ module's parameters are one and the same (`tied_names`).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
@@ -17,9 +18,10 @@ from unittest.mock import patch
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from qopt.errors import UnsupportedError
 from qopt.weights import LazyWeight
 
 TRANSFORMERS_5 = int(transformers.__version__.split(".")[0]) >= 5
@@ -341,3 +343,23 @@ def layer_count(config: Any) -> int:
         if isinstance(value, int):
             return value
     return 0
+
+
+def call_model(
+    model: nn.Module, ids: Tensor, mask: Tensor | None, positions: Tensor | None, cache: Any
+) -> Tensor:
+    """Call a transformers decoder under this version's names of arguments; returns its logits."""
+    accepted = inspect.signature(model.forward).parameters
+    name = "cache" if "cache" in accepted else "past_key_values"
+    if name not in accepted:
+        raise UnsupportedError(
+            f"{type(model).__name__} takes no KV cache",
+            why="it is not an autoregressive decoder with attention",
+        )
+    given = {"input_ids": ids, "attention_mask": mask, name: cache, "use_cache": cache is not None}
+    if positions is not None:
+        given["position_ids"] = positions
+    if "logits_to_keep" in accepted:
+        given["logits_to_keep"] = 0
+    given = {k: v for k, v in given.items() if k in accepted or k == "use_cache"}
+    return model(**given, return_dict=True).logits  # type: ignore[no-any-return]

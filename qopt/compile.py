@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
@@ -25,8 +26,9 @@ from qopt.artifact import (
     write_log,
     write_sidecars,
 )
-from qopt.check import GraphCheck, Job, Outcome, Verification, check_artifact
+from qopt.check import GraphCheck, Outcome, Verification
 from qopt.errors import GateError, ResourceError, UsageError
+from qopt.final_check import Checker, Job
 from qopt.gates import hold, refuse_impossible
 from qopt.recipe import Recipe, size_in_bytes
 from qopt.report import CheckRow, LoweringRow, PassRow, Progress, Report, as_json
@@ -115,7 +117,10 @@ def compile(
     size = sum(w.nbytes // w.dtype.itemsize for w in source.tensors.values()) * element.itemsize
     announce_memory(progress, chosen.check, size, budget)
     report = Report(notes=[*source.notes, *([note] if note else [])], timings=progress.timings)
-    with ArtifactWriter(out, size=size, keep_rejected=keep_rejected) as writer:
+    with (
+        ArtifactWriter(out, size=size, keep_rejected=keep_rejected) as writer,
+        checking_process(chosen, model, revision, adapter, 4 * size < budget) as checker,
+    ):
         if not no_weights:  # hashing lets go of the interpreter's lock, and capturing does not
             Thread(target=lambda: source.digest, daemon=True).start()
         with progress.step("capturing"):
@@ -160,9 +165,9 @@ def compile(
         report.notes += explained(manager.records, explain)
         write_folder(writer, graph, written, resolved, source, manifest)
         writer.write_manifest(manifest)
-        if chosen.check != "off":
+        if checker is not None:
             with progress.step("checking"):
-                found = final_check(writer.folder, model, revision, adapter)
+                found = checker.check(writer.folder)
             conclude(report, manifest, found)
             writer.write_manifest(manifest)
             refuse_failed(found, out, keep_rejected)
@@ -357,11 +362,14 @@ def write_folder(
     write_json(writer.folder / "genai_config.json", settings)
 
 
-def final_check(
-    folder: Path, model: str, revision: str | None, adapter: str | Path | None
-) -> Verification:
-    """Compare the artifact with the model in a new process."""
-    return check_artifact(Job(str(folder), model, revision, str(adapter) if adapter else None))
+def checking_process(
+    recipe: Recipe, model: str, revision: str | None, adapter: str | Path | None, early: bool
+) -> AbstractContextManager[Checker | None]:
+    """The process that compares the artifact with the model, where the recipe asks for that."""
+    if recipe.check == "off":
+        return nullcontext()
+    threads = None if recipe.threads == "auto" else recipe.threads
+    return Checker(Job(model, revision, str(adapter) if adapter else None, threads, early))
 
 
 def conclude(report: Report, manifest: Manifest, found: Verification) -> None:

@@ -355,7 +355,8 @@ def compared(kind: str, model: Any, out: Path, road: str) -> Attempt:
     import numpy as np
 
     from qopt.artifact import Artifact
-    from qopt.check import DecoderRun, decoder_probes, judge
+    from qopt.check import judge
+    from qopt.final_check import DecoderRun, decoder_probes
 
     artifact, notes = Artifact.load(out), list[str]()
     player = DecoderRun(artifact, 1)

@@ -263,6 +263,20 @@ def refuse_state(graph: Graph) -> None:
             raise DoesNotFit(f"the model writes into its own {kind} {name}{where}")
 
 
+def with_fake_parameters(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """Give the model fake parameters of this mode; its small buffers stay real."""
+    with mode:
+        for module in model.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    module._parameters[name] = nn.Parameter(empty, requires_grad=False)
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None and buffer.device.type == "meta":
+                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    return model
+
+
 # Noise and reasons ---------------------------------------------------------------------------
 
 

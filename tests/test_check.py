@@ -13,10 +13,11 @@ import onnx
 import pytest
 
 from qopt.artifact import read_manifest
-from qopt.check import LIMITS, MAX_KL, Job, Outcome, check_artifact, judge, run_job, verify
+from qopt.check import LIMITS, MAX_KL, Outcome, Verification, judge
 from qopt.cli import main
 from qopt.compile import compile
 from qopt.errors import GateError, UsageError
+from qopt.final_check import Checker, Job, run_job, verify
 
 Compiled = Callable[..., Path]
 Tiny = Callable[..., tuple[Path, Any]]
@@ -99,6 +100,11 @@ WRONG: dict[str, tuple[str, Change, str]] = {
 STRONG = {"gemma2": {"attn_logit_softcapping": 1.0, "initializer_range": 0.2}}
 
 
+def checked(folder: Path, model: Path) -> Verification:
+    """The final check, without a process of its own."""
+    return run_job(Job(str(model)), lambda: str(folder))
+
+
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_artifact_is_caught(
     case: str, compiled: Compiled, tiny: Tiny, tmp_path: Path
@@ -111,7 +117,7 @@ def test_a_wrong_artifact_is_caught(
     change(model)
     onnx.save(model, folder / "model.onnx")
     resized(folder)
-    found = run_job(Job(str(folder), str(tiny(family, **overrides)[0])))
+    found = checked(folder, tiny(family, **overrides)[0])
     assert not found.passed
     assert any(probe in p.probe for p in found.probes if not p.passed)
 
@@ -129,18 +135,18 @@ def test_a_wrong_weight_is_caught(
 ) -> None:
     folder = tmp_path / "out"
     shutil.copytree(compiled("llama", target=target), folder)
-    job = Job(str(folder), str(tiny("llama")[0]))
-    assert run_job(job).passed
+    assert checked(folder, tiny("llama")[0]).passed
     path = folder / "model.onnx.data"
     data = np.fromfile(path, np.float32)
     at = len(data) // 2
     data[at : at + 64] += 0.01  # one row of one matrix, by a tenth of its size
     data.tofile(path)
-    assert not run_job(job).passed
+    assert not checked(folder, tiny("llama")[0]).passed
 
 
 def test_all_probes_are_played_in_a_new_process(compiled: Compiled, tiny: Tiny) -> None:
-    found = check_artifact(Job(str(compiled("mistral")), str(tiny("mistral")[0])))
+    with Checker(Job(str(tiny("mistral")[0]), early=True)) as checker:
+        found = checker.check(compiled("mistral"))
     assert found.passed
     names = [p.probe for p in found.probes]
     for part in (
@@ -155,8 +161,23 @@ def test_all_probes_are_played_in_a_new_process(compiled: Compiled, tiny: Tiny) 
         assert 0 < probe.figures["max"] < probe.limits["max"] == LIMITS["float32"]
 
 
+def test_a_checker_that_is_not_needed_ends(tiny: Tiny) -> None:
+    """A compile that fails, or Ctrl-C, leaves no process behind."""
+    with Checker(Job(str(tiny("mistral")[0]), early=True)) as checker:
+        assert checker.process.poll() is None
+    assert checker.process.returncode is not None
+
+
+def test_what_goes_wrong_in_the_checking_process_is_told(compiled: Compiled) -> None:
+    with (
+        Checker(Job("no-such-model", early=True)) as checker,
+        pytest.raises(UsageError, match="no-such-model"),
+    ):
+        checker.check(compiled("mistral"))
+
+
 def test_half_precision_is_held_to_its_own_limits(compiled: Compiled, tiny: Tiny) -> None:
-    found = run_job(Job(str(compiled("llama", dtype="fp16")), str(tiny("llama")[0])))
+    found = checked(compiled("llama", dtype="fp16"), tiny("llama")[0])
     assert found.passed
     for probe in found.probes:
         assert probe.limits == {"max": 2e-2, "top1_wrong": 0.0, "kl": MAX_KL["float16"]}

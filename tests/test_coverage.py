@@ -103,7 +103,7 @@ def test_an_artifact_that_differs_is_wrong(tmp_path: Path) -> None:
 def test_a_runtime_that_refuses_the_artifact_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import qopt.check
+    import qopt.final_check
 
     model = make_tiny("llama", tmp_path / "model")
     compiled(str(tmp_path / "model"), tmp_path / "out", "onnx-cpu")
@@ -111,7 +111,7 @@ def test_a_runtime_that_refuses_the_artifact_is_wrong(
     def broken(*_: Any) -> Any:
         raise RuntimeError("invalid expand shape")
 
-    monkeypatch.setattr(qopt.check.DecoderRun, "play", broken)
+    monkeypatch.setattr(qopt.final_check.DecoderRun, "play", broken)
     found = compared("llama", model, tmp_path / "out", "")
     assert found.outcome == "wrong"
     assert "invalid expand shape" in found.reason

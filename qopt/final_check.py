@@ -1,0 +1,423 @@
+"""The final check: the artifact against the model run by transformers, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qopt.check import (
+    LONGEST,
+    SEED,
+    Array,
+    Outcome,
+    Verification,
+    flat_rows,
+    judge,
+    past_name,
+    random_input,
+)
+from qopt.errors import GateError, QoptError, ResourceError, UsageError
+
+if TYPE_CHECKING:
+    from qopt.artifact import Artifact
+
+# The final check -----------------------------------------------------------------------------
+
+
+@dataclass
+class Job:
+    """What the checking process is asked to do."""
+
+    model: str
+    revision: str | None = None
+    adapter: str | None = None
+    threads: int | None = None
+    early: bool = False  # load the model before the artifact is named
+
+
+class Checker:
+    """The checking process. It starts at once, so that it is ready when the artifact is."""
+
+    def __init__(self, job: Job) -> None:
+        command = [sys.executable, "-P", "-m", "qopt.final_check", json.dumps(asdict(job))]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+    def __enter__(self) -> Checker:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def check(self, artifact: Path) -> Verification:
+        """Have the artifact in this folder compared; raises what went wrong there."""
+        out, err = self.process.communicate(json.dumps(str(artifact)))
+        code = self.process.returncode
+        lines = [line for line in out.splitlines() if line.startswith("{")]
+        if code == 0 and lines:
+            data = json.loads(lines[-1])
+            return Verification([Outcome(**p) for p in data["probes"]], data["notes"])
+        if code in (-9, 137):
+            raise ResourceError(
+                "the check ran out of memory",
+                why="the model in fp32 and the artifact must fit, one after the other",
+                todo="free memory, or compile with --check off",
+            )
+        if lines:
+            told = json.loads(lines[-1])
+            raise _kind(told["code"])(
+                told["what"], where=told["where"], why=told["why"], todo=told["todo"]
+            )
+        tail = err.strip().splitlines()[-1:] or [f"exit code {code}"]
+        raise GateError("the check could not be run", why=tail[0], todo="run again with --debug")
+
+
+def _kind(code: int) -> type[QoptError]:
+    kinds: dict[int, type[QoptError]] = {
+        kind.exit_code: kind for kind in QoptError.__subclasses__() if kind.exit_code > 1
+    }
+    return kinds.get(code, GateError)
+
+
+def verify(artifact: str | Path | Artifact, model: str | None = None) -> Verification:
+    """Check an artifact's files and, where the model can be found, what it computes."""
+    from qopt.artifact import Artifact, log_folder
+
+    loaded = artifact if isinstance(artifact, Artifact) else Artifact.load(artifact)
+    loaded.verify_files()
+    result = Verification(notes=["every file has the size and hash that the manifest states"])
+    if not loaded.manifest.weights:
+        result.notes.append("integrity only: it was compiled without weights")
+        return result
+    adapter = None
+    if model is None:
+        model, adapter = remembered(loaded, log_folder(loaded.folder) / "source.json")
+    if model is None:
+        result.notes.append("integrity only: the model it was compiled from is not known here")
+        return result
+    with Checker(Job(model, adapter=adapter)) as checker:
+        found = checker.check(loaded.folder)
+    return Verification(found.probes, result.notes + found.notes)
+
+
+def remembered(artifact: Artifact, path: Path) -> tuple[str | None, str | None]:
+    """Where the model lay when it was compiled, if its digest is still the same; else its id."""
+    if path.is_file():
+        told = json.loads(path.read_text())
+        where = told.get("model")
+        if where and Path(where).exists() and same_digest(told, artifact.manifest.source.digest):
+            return where, told.get("adapter")
+    return artifact.manifest.source.id, None
+
+
+def same_digest(told: dict[str, Any], digest: str | None) -> bool:
+    """Whether the model at the remembered place is the one that was compiled."""
+    from qopt.sources import open_source
+
+    adapter = told.get("adapter")
+    source = open_source(told["model"], adapter=Path(adapter) if adapter else None)
+    return digest is None or source.digest == digest
+
+
+# Inside the checking process -----------------------------------------------------------------
+
+
+def run_job(job: Job, artifact_of: Callable[[], str]) -> Verification:
+    """Compute the reference, then the artifact, and compare on every probe.
+
+    `artifact_of` waits until the artifact is there, and names its folder.
+    """
+    import torch
+
+    from qopt.artifact import Artifact
+    from qopt.sources import open_source
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # beside the compiler more than one would wait for each other
+    adapter = Path(job.adapter) if job.adapter else None
+    source = open_source(job.model, revision=job.revision, adapter=adapter)
+    early = Reference(source) if job.early and source.kind == "decoder" else None
+    artifact = Artifact.load(artifact_of())
+    torch.set_num_threads(job.threads or threads)
+    if artifact.manifest.model.kind != "decoder":
+        return check_module(artifact, source, job)
+    reference = early or Reference(source)
+    result = Verification(notes=list(reference.notes))
+    probes = list(decoder_probes(artifact, reference, result.notes))
+    if artifact.manifest.model.layers and not artifact.manifest.keeps_cache:
+        probes = [probe for probe in probes if len(probe.calls) == 1]
+        result.notes.append("the artifact keeps no cache: checked on whole prompts alone")
+    answers = [[reference.logits(row) for row in probe.rows] for probe in probes]
+    reference.free()
+    run = DecoderRun(artifact, job.threads)
+    for probe, want in zip(probes, answers, strict=True):
+        got = run.play(probe)
+        result.probes.append(judge(probe.name, got, want, artifact.manifest.dtype))
+    return result
+
+
+class Reference:
+    """The original model in fp32, eager, one request at a time."""
+
+    def __init__(self, source: Any) -> None:
+        import torch
+
+        self.torch = torch
+        self.notes: list[str] = []
+        self.model = load_reference(source)
+        self.config = source.config
+
+    def logits(self, ids: Array) -> Array:
+        """Logits (tokens, vocabulary) of one row of ids, without a cache."""
+        with self.torch.no_grad():
+            tokens = self.torch.from_numpy(ids[None])
+            out = self.model(input_ids=tokens, use_cache=False).logits[0]
+        return out.float().numpy()  # type: ignore[no-any-return]
+
+    def free(self) -> None:
+        """Let go of the model before the artifact is loaded."""
+        import gc
+
+        del self.model
+        gc.collect()
+
+
+def load_reference(source: Any) -> Any:
+    """The model as transformers itself loads it, in fp32 with eager attention."""
+    from qopt.compat import load_original
+
+    if source.module is not None:
+        return source.module.eval().float()
+    if source.adapter is None and source.file is not None:
+        return load_original(source.file.parent, gguf_file=source.file.name)
+    if source.adapter is None and whole_checkpoint(source):
+        return load_original(source.folder)
+    return filled_model(source).eval()  # an adapter, or a part of a checkpoint: our tensors
+
+
+def whole_checkpoint(source: Any) -> bool:
+    """Whether the folder holds this decoder and nothing around it."""
+    path = Path(source.folder or "") / "config.json"
+    if source.folder is None or not path.is_file():
+        return False
+    return bool(json.loads(path.read_text())["model_type"] == source.config.model_type)
+
+
+def filled_model(source: Any) -> Any:
+    """Transformers' own class with the bound weights evaluated into it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from qopt.sources import bind_weights
+
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(source.config, dtype=torch.float32, attn_implementation="eager")
+    state = model.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for name, weight in bind_weights(model, source).items():
+            state[name].copy_(weight.evaluate())
+    return model
+
+
+@dataclass
+class Probe:
+    """Rows of ids, and the calls in which they are fed: how many tokens each row gets in each."""
+
+    name: str
+    rows: list[Array]
+    calls: list[list[int]]
+
+
+def decoder_probes(artifact: Artifact, reference: Reference, notes: list[str]) -> Iterator[Probe]:
+    """Inputs that reach the bugs, none of a size that was traced."""
+    info = artifact.manifest.model
+    tokens = probe_tokens(artifact)
+    limit = info.context_length or LONGEST
+    at = 0
+
+    def row(length: int) -> Array:
+        nonlocal at
+        at += 37  # every row starts somewhere else
+        return np.resize(np.roll(tokens, -at), min(length, limit))
+
+    def even(name: str, count: int, calls: list[int]) -> Probe:
+        calls = fitted(calls, limit)
+        return Probe(name, [row(sum(calls)) for _ in range(count)], [[c] * count for c in calls])
+
+    yield even("prefill", 1, [11])
+    yield even("prefill, batch 3", 3, [9])
+    yield even("decode on a filled cache, batch 3", 3, [7, 1, 1])
+    yield even("chunked prefill", 1, [6, 4, 1])
+    yield even("chunked prefill, batch 3", 3, [4, 6, 1])
+    if info.ragged:
+        calls = [[9, 6, 3], [4, 2, 3], [1, 1, 1], [1, 1, 1]]
+        if sum(c[0] for c in calls) <= limit:
+            rows = [row(sum(c[r] for c in calls)) for r in range(3)]
+            yield Probe("unequal lengths", rows, calls)
+    for window in sorted({layer.window for layer in info.layers if layer.window}):
+        if window + 9 > min(LONGEST, limit):
+            notes.append(
+                f"the window of {window} tokens is longer than the probes, and not reached"
+            )
+            continue
+        yield even(f"past the window of {window}", 2, [window + 7, 1, 1])
+        yield even(f"over the edge of the window of {window}", 2, [max(window - 1, 1), 1, 1, 1])
+
+
+def probe_tokens(artifact: Artifact) -> Array:
+    """Ids of a text that ships with qopt, or random ones where there is no tokenizer.
+
+    Text keeps a trained model where its logits are well conditioned: on random ids some states grow
+    a hundred times, and fp32 kernels that are all right differ by more than the limit.
+    """
+    info = artifact.manifest.model
+    path = artifact.folder / "tokenizer.json"
+    if path.is_file():
+        from tokenizers import Tokenizer
+
+        text = resources.files("qopt").joinpath("data/probe.txt").read_text(encoding="utf-8")
+        ids = Tokenizer.from_file(str(path)).encode(text, add_special_tokens=False).ids
+        if ids and max(ids) < (info.vocab_size or 0):
+            return np.array(ids, np.int64)
+    special = {info.pad_token_id, info.bos_token_id, *info.eos_token_ids}
+    plain = [i for i in range(info.vocab_size or 64) if i not in special] or [0]
+    return np.random.default_rng(SEED).choice(plain, 4096).astype(np.int64)
+
+
+def fitted(calls: list[int], limit: int) -> list[int]:
+    """The calls cut to the context length."""
+    kept, total = [], 0
+    for call in calls:
+        take = min(call, limit - total)
+        if take > 0:
+            kept.append(take)
+            total += take
+    return kept
+
+
+class DecoderRun:
+    """Plays probes on an artifact: right-padded calls, past and present passed along."""
+
+    def __init__(self, artifact: Artifact, threads: int | None) -> None:
+        from qopt.runtime.session import OnnxSession
+
+        self.session = OnnxSession(artifact.folder / "model.onnx", threads=threads)
+        self.names = set(self.session.inputs)
+        self.dtype = np.dtype(artifact.manifest.dtype)
+
+    def play(self, probe: Probe) -> list[Array]:
+        """The logits of every real token, by row."""
+        count = len(probe.rows)
+        done = np.zeros(count, int)
+        mask = np.zeros((count, 0), np.int64)
+        past = self._empty(count)
+        got: list[list[Array]] = [[] for _ in range(count)]
+        for call in probe.calls:
+            lengths = np.array(call)
+            columns = np.arange(lengths.max())
+            ids = np.zeros((count, len(columns)), np.int64)
+            for r, row in enumerate(probe.rows):
+                ids[r, : lengths[r]] = row[done[r] : done[r] + lengths[r]]
+            mask = np.concatenate([mask, (columns < lengths[:, None]).astype(np.int64)], 1)
+            positions = np.maximum(mask.cumsum(1) - 1, 0)[:, -len(columns) :]
+            out = self._call(ids, mask, positions, past)
+            logits = out.pop("logits")
+            past = {past_name(k): v for k, v in out.items()}
+            for r in range(count):
+                got[r].append(logits[r, : lengths[r]])
+            done += lengths
+        return [np.concatenate(parts).astype(np.float32) for parts in got]
+
+    def _empty(self, count: int) -> dict[str, Array]:
+        past = {}
+        for name, spec in self.session.inputs.items():
+            if name.startswith("past_"):
+                sizes = [d if isinstance(d, int) else 0 for d in spec.shape[1:]]
+                past[name] = np.zeros((count, *sizes), spec.dtype)
+        return past
+
+    def _call(
+        self, ids: Array, mask: Array, positions: Array, past: dict[str, Array]
+    ) -> dict[str, Array]:
+        feeds = {"input_ids": ids, "attention_mask": mask, **past}
+        if "position_ids" in self.names:
+            feeds["position_ids"] = positions
+        if "num_logits_to_keep" in self.names:
+            feeds["num_logits_to_keep"] = np.zeros(1, np.int64)
+        return self.session.run(feeds)
+
+
+def check_module(artifact: Artifact, source: Any, job: Job) -> Verification:
+    """Compare an artifact that is no decoder with its module, at two batch sizes."""
+    import torch
+
+    from qopt.runtime.session import OnnxSession
+
+    if source.module is None:
+        return Verification(notes=["an exported program holds no module to compare with"])
+    session = OnnxSession(artifact.folder / "model.onnx", threads=job.threads)
+    module = source.module.eval()
+    result = Verification()
+    for batch in (1, 3):
+        feeds = module_feeds(artifact, batch, source)
+        with torch.no_grad():
+            want = module(*(torch.from_numpy(a) for a in feeds.values()))
+        leaves = torch.utils._pytree.tree_leaves(want)
+        rows = [flat_rows(t.float().numpy()) for t in leaves if isinstance(t, torch.Tensor)]
+        got = [flat_rows(a) for a in session.run(feeds).values()]
+        result.probes.append(judge(f"batch {batch}", got, rows, artifact.manifest.dtype))
+    return result
+
+
+def module_feeds(artifact: Artifact, batch: int, source: Any) -> dict[str, Array]:
+    """Random inputs in the shapes that the manifest states, symbolic dimensions `batch` or near."""
+    import torch
+
+    generator = torch.Generator().manual_seed(SEED + batch)
+    sizes: dict[str, int] = {}
+    feeds = {}
+    for spec in artifact.manifest.inputs:
+        shape = [
+            d if isinstance(d, int) else sizes.setdefault(d, batch + 2 * len(sizes))
+            for d in spec.shape
+        ]
+        dtype = getattr(torch, spec.dtype)
+        feeds[spec.name] = random_input(spec.name, shape, dtype, generator).numpy()
+    return feeds
+
+
+def main(argument: str) -> int:
+    """Entry of the checking process: reads the artifact's folder, prints one line of JSON."""
+
+    def artifact_of() -> str:
+        line = sys.stdin.readline()
+        if not line:
+            raise UsageError("there is no artifact to check")
+        return str(json.loads(line))
+
+    try:
+        result = run_job(Job(**json.loads(argument)), artifact_of)
+    except QoptError as error:
+        told = {"what": error.what, "where": error.where, "why": error.why, "todo": error.todo}
+        print(json.dumps({"code": error.exit_code, **told}))
+        return 1
+    print(json.dumps(result.to_dict()))
+    return 0
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise UsageError("qopt.final_check is run by qopt compile and qopt verify")
+    code = main(sys.argv[1])
+    sys.stdout.flush()
+    os._exit(code)  # at once: taking a model down object by object takes longer than a second
