@@ -445,6 +445,11 @@ class Artifact:
         folder = Path(folder)
         if not folder.exists() and any(_leftovers(Path(os.path.realpath(folder)), "old")):
             repair(folder)
+        if folder.is_file():
+            raise UsageError(
+                f"{folder} is a file, and an artifact is a folder",
+                todo=f"name the folder: {folder.parent}",
+            )
         if not folder.is_dir():
             raise UsageError(
                 f"no such artifact: {folder}", todo="compile one: qopt compile MODEL -o OUT"

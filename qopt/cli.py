@@ -43,10 +43,10 @@ class State:
 
     def show(self, result: object) -> None:
         """Print a result on stdout."""
-        from qopt.report import as_json, show, tables_of
+        from qopt.report import as_json, dumped, show, tables_of
 
         if self.json:
-            print(json.dumps(as_json(result), indent=2, ensure_ascii=False))
+            print(dumped(as_json(result)))
         else:
             show(tables_of(result))
 
@@ -134,7 +134,7 @@ def compile_command(
 
     MODEL is a path (transformers folder, .gguf, .pt2, FILE.py:FUNCTION), a demo name, or a hub id.
     """
-    from qopt.artifact import default_output
+    from qopt.artifact import default_output, log_folder
     from qopt.compile import compile
     from qopt.report import tables_of
 
@@ -150,7 +150,7 @@ def compile_command(
         from qopt.report import show
 
         show(tables_of(result.report))
-        print(f"\nwrote {result.out}/")
+        print(f"\nwrote {result.out}/ (what differs from run to run: {log_folder(out).name}/)")
 
 
 @command("verify", "qopt verify out smollm2-135m")
@@ -194,11 +194,11 @@ def inspect_command(state: State, /, artifact: Path) -> None:
 @click.option("--preset", type=click.Choice(["low-latency", "high-quality"]))
 @click.option("--max-new-tokens", type=click.IntRange(1))
 @click.option("--temperature", type=click.FloatRange(0), help="0 is greedy.")
-@click.option("--top-k", type=click.IntRange(0))
-@click.option("--top-p", type=click.FloatRange(0, 1))
-@click.option("--min-p", type=click.FloatRange(0, 1))
-@click.option("--repetition-penalty", type=click.FloatRange(0, min_open=True))
-@click.option("--seed", type=int)
+@click.option("--top-k", type=click.IntRange(0), help="Draw from so many; 0 is off.")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="1 is off.")
+@click.option("--min-p", type=click.FloatRange(0, 1, max_open=True), help="0 is off.")
+@click.option("--repetition-penalty", type=click.FloatRange(0, min_open=True), help="1 is off.")
+@click.option("--seed", type=int, help="Makes a drawn answer repeatable.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text.")
 @click.option("--inputs", type=_path, metavar="FILE.npz", help="Arrays, for any artifact.")
 @click.option("--outputs", type=_path, metavar="FILE.npz", help="Where to write its outputs.")
@@ -268,7 +268,7 @@ def _answer(state: State, model: Model, prompts: list[Any], options: dict[str, A
         results: list[Result] = model.generate(prompts, **options)
         print("\n\n".join(result.text for result in results))
         if not state.quiet:
-            print(terminal.summary(results[0]), file=sys.stderr)
+            print(terminal.summary(results), file=sys.stderr)
 
 
 def _run_arrays(state: State, model: Model, inputs: Path, outputs: Path | None) -> None:
@@ -439,9 +439,6 @@ def _tell(error: Exception, state: State) -> int:
     if isinstance(error, click.Abort):
         click.echo("interrupted", err=True)
         return 130
-    if isinstance(error, click.ClickException):
-        error.show()
-        return 2
     known = _known(error)
     if known is None:
         click.echo(BUG.format(error=_one_line(error), version=__version__), err=True)
@@ -457,6 +454,10 @@ def _known(error: Exception) -> QoptError | None:
     """The error as one of ours, where its cause is the user's to mend."""
     from qopt.artifact import resource_error
 
+    if isinstance(error, click.ClickException):
+        context = getattr(error, "ctx", None)
+        told = f"`{context.command_path} --help` shows what there is" if context else None
+        return UsageError(error.format_message().rstrip("."), todo=told)
     if isinstance(error, QoptError):
         return error
     if isinstance(error, OSError):

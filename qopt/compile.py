@@ -22,6 +22,7 @@ from qopt.artifact import (
     default_output,
     genai_config,
     genai_refusal,
+    refuse_foreign,
     write_json,
     write_log,
     write_sidecars,
@@ -30,7 +31,7 @@ from qopt.check import GraphCheck, Outcome, Verification
 from qopt.errors import GateError, ResourceError, UsageError
 from qopt.final_check import Checker, Job
 from qopt.gates import hold, refuse_impossible
-from qopt.recipe import Recipe, size_in_bytes
+from qopt.recipe import Recipe, recipe_text, size_in_bytes
 from qopt.report import CheckRow, LoweringRow, PassRow, Progress, Report, as_json
 from qopt.target import choose_dtype, choose_opset, find_target, short_name
 
@@ -81,6 +82,8 @@ def compile(
     progress = progress or Progress(quiet=True)
     out = Path(out) if out is not None else default_output(model, recipe)
     budget = memory_budget(max_ram)
+    refuse_foreign(out)
+    recipe_text(recipe)  # a name that is none is told before torch is loaded
     with progress.step("starting"):
         from qopt import rewrite
         from qopt.capture import capture

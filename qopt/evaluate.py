@@ -13,6 +13,7 @@ import numpy as np
 
 from qopt.artifact import MANIFEST
 from qopt.errors import UsageError
+from qopt.report import Table
 from qopt.runtime.generate import Model, load
 from qopt.runtime.session import Array
 
@@ -31,6 +32,21 @@ class Evaluation:
     against_perplexity: float | None = None
     kl: float | None = None  # mean KL(original || artifact) a token, in nats
     top1: float | None = None  # share of tokens where both find the same token the likeliest
+
+    def tables(self) -> list[Table]:
+        """What was measured, one figure a line."""
+        rows = [
+            ("perplexity", f"{self.perplexity:.5f}"),
+            ("scored", f"{self.tokens} tokens in {self.windows} windows of {self.length}"),
+            ("text SHA-256", self.text_sha256),
+        ]
+        if self.against_perplexity is not None:
+            rows[1:1] = [
+                ("perplexity of the other", f"{self.against_perplexity:.5f}"),
+                ("KL divergence", f"{self.kl:.3g} nats a token"),
+                ("same likeliest token", f"{100 * (self.top1 or 0):.2f} %"),
+            ]
+        return [Table("", ("", ""), rows)]
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""

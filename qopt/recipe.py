@@ -527,7 +527,10 @@ def _with_sets(entry: PassEntry, sets: Sequence[str], registry: Registry) -> Pas
 def _split_set(text: str) -> tuple[str, str, str]:
     found = re.fullmatch(r"([^=.]+)\.([^=.]+)=(.*)", text, re.DOTALL)
     if not found:
-        raise UsageError(f"--set {text} is not of the form PASS.OPTION=VALUE")
+        raise UsageError(
+            f"--set {text} is not of the form PASS.OPTION=VALUE",
+            todo="`qopt passes PASS` shows a pass's options",
+        )
     return found[1], found[2], found[3]
 
 
@@ -537,7 +540,9 @@ def _refuse_unused_sets(sets: Sequence[str], passes: Sequence[PassEntry]) -> Non
         name = _split_set(text)[0]
         if name not in names:
             raise UsageError(
-                f"the recipe has no pass {name!r}{did_you_mean(name, names)}", where=f"--set {text}"
+                f"the recipe has no pass {name!r}{did_you_mean(name, names)}",
+                where=f"--set {text}",
+                todo=f"it has: {', '.join(names)}",
             )
 
 
@@ -564,7 +569,9 @@ def _without(
     for name in names:
         if name not in there:
             raise UsageError(
-                f"the recipe has no pass {name!r}{did_you_mean(name, there)}", where=where(name)
+                f"the recipe has no pass {name!r}{did_you_mean(name, there)}",
+                where=where(name),
+                todo=f"it has: {', '.join(there)}",
             )
     return [entry for entry in passes if entry.name not in names]
 

@@ -72,7 +72,13 @@ class Report:
 
     def tables(self) -> list[Table]:
         """The tables that have something in them."""
-        tables = [self._pass_table(), self._lowering_table(), self._check_table()]
+        idle = [p.name for p in self.passes if not p.rewrites]
+        tables = [self._pass_table()]
+        if idle:
+            tables.append(
+                Table("passes that found nothing to rewrite", ("",), [(", ".join(idle),)])
+            )
+        tables += [self._lowering_table(), self._check_table()]
         timings = [(n, f"{seconds:.1f}") for n, seconds in self.timings.items() if seconds > 0.05]
         tables.append(Table("time", ("step", "s"), timings))
         tables.append(Table("notes", ("",), [(note,) for note in self.notes]))
@@ -82,6 +88,7 @@ class Report:
         rows = [
             (p.name, p.rewrites, p.nodes_before, p.nodes_after, f"{p.seconds * 1e3:.0f}")
             for p in self.passes
+            if p.rewrites
         ]
         return Table("passes", ("pass", "rewrites", "nodes before", "after", "ms"), rows)
 
@@ -89,7 +96,10 @@ class Report:
         rows = [
             (row.op, row.implementation, row.count, "; ".join(row.reasons)) for row in self.lowering
         ]
-        return Table("lowering", ("op", "implementation", "count", "why no faster one"), rows)
+        columns = ("op", "implementation", "count", "why no faster one")
+        if not any(row.reasons for row in self.lowering):
+            return Table("lowering", columns[:3], [row[:3] for row in rows])
+        return Table("lowering", columns, rows)
 
     def _check_table(self) -> Table:
         rows = [
@@ -181,6 +191,12 @@ def _short(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
+def dumped(data: object) -> str:
+    """JSON for people and programs: indented, a list of numbers on one line."""
+    text = json.dumps(data, indent=2, ensure_ascii=False)
+    return re.sub(r"\[\n[-+\d.,eE\s]+\]", lambda m: f"[{' '.join(m[0][1:-1].split())}]", text)
+
+
 def as_json(result: object) -> Any:
     """A result as what JSON can hold."""
     if isinstance(result, BaseModel):
@@ -208,8 +224,8 @@ class Inspection:
     def tables(self) -> list[Table]:
         """Facts, signature, ops and files."""
         told = {"model", "inputs", "outputs", "checks", "notes", "files"}
-        facts = [(key, _short(value)) for key, value in self.manifest.items() if key not in told]
-        model = [(k, _short(v)) for k, v in self.manifest["model"].items() if k != "layers"]
+        facts = _flat({key: value for key, value in self.manifest.items() if key not in told})
+        model = _flat({k: v for k, v in self.manifest["model"].items() if k != "layers"})
         model.append(("layers", str(len(self.manifest["model"]["layers"]))))
         signature = [
             (kind, name, *rest)
@@ -231,6 +247,21 @@ class Inspection:
             Table("notes", ("",), [(note,) for note in self.manifest["notes"]]),
         ]
         return [table for table in tables if table.rows]
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Names and values, those of a map one by one; what is not set is left out."""
+    rows: list[tuple[str, str]] = []
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            rows += _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, bool):
+            rows.append((prefix + key, "yes" if value else "no"))
+        elif isinstance(value, list):
+            rows += [(prefix + key, ", ".join(map(str, value)))] if value else []
+        elif value is not None:
+            rows.append((prefix + key, str(value)))
+    return rows
 
 
 def _by_layer(specs: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:

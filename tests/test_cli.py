@@ -340,7 +340,7 @@ def test_compile_as_typed(
     assert compiled[0]["out"] == Path("model-low-latency")
     captured = capsys.readouterr()
     assert "writing model-low-latency/" in captured.err
-    assert "canonicalize         0             9      9   1" in captured.out
+    assert "found nothing to rewrite\ncanonicalize\n" in captured.out
 
 
 def test_compile_flags(compiled: list[dict[str, Any]]) -> None:
@@ -429,7 +429,7 @@ def test_doctor_without_a_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_plain_tables(capsys: pytest.CaptureFixture[str]) -> None:
     report = Report(
-        passes=[PassRow("fuse-rms-norm", 0, 340, 340, 0.0123)],
+        passes=[PassRow("canonicalize", 2, 342, 340, 0.0123), PassRow("fuse-gelu", 0, 340, 340, 1)],
         lowering=[LoweringRow("attention", "GroupQueryAttention", 30, ["head size 12 % 8"])],
         checks=[CheckRow("prefill", {"max": 1.5e-6}, {"max": 1e-4}, True)],
         notes=["[bold] is no markup"],
@@ -437,8 +437,11 @@ def test_plain_tables(capsys: pytest.CaptureFixture[str]) -> None:
     show(report.tables())
     assert capsys.readouterr().out == (
         "passes\n"
-        "pass           rewrites  nodes before  after  ms\n"
-        "fuse-rms-norm         0           340    340  12\n"
+        "pass          rewrites  nodes before  after  ms\n"
+        "canonicalize         2           342    340  12\n"
+        "\n"
+        "passes that found nothing to rewrite\n"
+        "fuse-gelu\n"
         "\n"
         "lowering\n"
         "op         implementation       count  why no faster one\n"

@@ -368,12 +368,12 @@ Counted.__call__ = interrupted
 """
 IN_CHECK = """
 import os, signal, threading
-from qopt import check
-whole = check.subprocess.run
-def interrupted(*arguments, **options):
-    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
-    return whole(*arguments, **options)
-check.subprocess.run = interrupted
+from qopt.final_check import Checker
+whole = Checker.check
+def interrupted(*arguments):
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    return whole(*arguments)
+Checker.check = interrupted
 """
 WRITING = KILLED.format(signal="SIGINT")
 TERMINATED = KILLED.format(signal="SIGTERM")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import numpy as np
 from qopt.errors import QoptError, UsageError
 from qopt.runtime.session import Array
 
+RESOLUTION = np.float32(2**-25)  # half a step of a float32 number below 1
 BLOCK = 256  # random numbers drawn ahead for each row
 
 
@@ -32,7 +34,7 @@ class Sampling:
             "repetition_penalty": (self.repetition_penalty > 0, "above 0; 1 is off"),
         }
         for name, (good, range_) in allowed.items():
-            if not good:
+            if not (good and math.isfinite(getattr(self, name))):
                 raise UsageError(f"{name} is {getattr(self, name)}, it must be {range_}")
 
 
@@ -111,9 +113,11 @@ def sample(logits: Array, sampling: Sampling, uniforms: Array) -> Array:
     if sampling.min_p > 0:
         weights[weights < sampling.min_p] = 0  # the best token's weight is 1
     cumulative = weights.cumsum(axis=1, dtype=np.float32)
-    # float32 may round u * total up to total, which no token exceeds
-    marks = np.minimum(
+    # float32 may round u * total up to total, which no token exceeds; and at u = 0 a token of
+    # probability 1e-44 would be drawn because it comes first
+    marks = np.clip(
         uniforms[:, None].astype(np.float32) * cumulative[:, -1:],
+        RESOLUTION * cumulative[:, -1:],
         np.nextafter(cumulative[:, -1:], np.float32(0)),
     )
     chosen = (cumulative > marks).argmax(axis=1)

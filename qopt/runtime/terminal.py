@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Unpack
 
 from qopt.runtime.batch import Result
@@ -40,17 +41,19 @@ def show(stream: Stream, *, quiet: bool = False) -> Result:
         stream.close()
     print(flush=True)
     if not quiet:
-        _note(summary(stream.result))
+        _note(summary([stream.result]))
     return stream.result
 
 
-def summary(result: Result) -> str:
-    """One line: tokens, tokens a second, why it ended."""
-    timings = result.timings
+def summary(results: Sequence[Result]) -> str:
+    """One line on the answers of one batch: tokens in all, tokens a second, why they ended."""
+    timings = results[0].timings
+    tokens = sum(len(result.tokens) for result in results)
+    answers = "answer" if len(results) == 1 else f"{len(results)} answers"
+    ends = ", ".join(dict.fromkeys(result.finish_reason for result in results))
     return (
         f"[prompt {timings.prompt_tokens} tokens, {timings.prefill_tok_s:.0f} tok/s; "
-        f"answer {len(result.tokens)} tokens, {timings.decode_tok_s:.1f} tok/s; "
-        f"{result.finish_reason}]"
+        f"{answers} {tokens} tokens, {timings.decode_tok_s:.1f} tok/s; {ends}]"
     )
 
 

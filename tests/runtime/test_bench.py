@@ -68,7 +68,8 @@ def test_runs_alternate_with_new_prompts_each_round(monkeypatch: pytest.MonkeyPa
     engines = {"a": Clocked("a", (0.5, 1.0), log), "b": Clocked("b", (1.0, 4.0), log)}
     monkeypatch.setattr(bench_module, "open_engine", lambda path, threads: engines[str(path)])
     result = bench("a", vs="b", batch=1, **SMALL)
-    assert [name for name, _ in log] == ["a", "b"] * 4  # a round to warm up, three that count
+    order = ["a", "b", "b", "a"] * 2  # a round to warm up, three that count
+    assert [name for name, _ in log] == order
     assert all(log[i][1] == log[i + 1][1] for i in range(0, 8, 2))
     assert len({str(ids) for _, ids in log}) == 4
     assert (result.prefill_ratio, result.decode_ratio) == (2.0, 4.0)

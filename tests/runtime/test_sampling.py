@@ -82,6 +82,12 @@ def test_I05_sums_are_exact_enough_over_a_flat_vocabulary() -> None:
     assert sample(flat, sampling, np.array([np.nextafter(1.0, 0.0)]))[0] == 32767
 
 
+def test_a_token_that_is_all_but_impossible_is_not_drawn() -> None:
+    """In 200,000 draws some are as good as 0, and token 0 has the first place."""
+    logits = np.array([[-100.0, 0.0]], np.float32)
+    assert sample(logits, Sampling(temperature=1.0), np.array([0.0]))[0] == 1
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
