@@ -39,13 +39,13 @@ def test_the_two_setup_commands_are_there() -> None:
 @pytest.mark.slow
 def test_every_qopt_command_of_readme_works(tmp_path: Path) -> None:
     # one after the other, in one folder, as a reader would type them
-    for name in ("docs", "tests"):
+    for name in ("docs", "tests", "benchmarks"):
         (tmp_path / name).symlink_to(ROOT / name)
     environment = {**os.environ, "QOPT_CACHE_DIR": str(tmp_path / "cache")}
     said = {}
     for command in commands():
         words = shlex.split(command)
-        if words[0] != "qopt":  # pip and pytest are what CI itself runs
+        if words[0] not in ("qopt", "python"):  # pip and pytest are what CI itself runs
             continue
         assert shutil.which("qopt")
         done = subprocess.run(
@@ -55,6 +55,10 @@ def test_every_qopt_command_of_readme_works(tmp_path: Path) -> None:
         said[command] = done.stdout
     answer = next(text for command, text in said.items() if "capital of France" in command)
     assert answer.strip() == "The capital of France is Paris."
+    times = next(text for command, text in said.items() if "compile_time" in command)
+    rows = [re.split(r"  +", line) for line in times.splitlines()]
+    assert [row[0] for row in rows[1:]] == ["qopt, check off", "builder", "qopt, default check"]
+    assert all(0.2 < float(row[2]) < 20 and 100 < float(row[3]) < 5000 for row in rows[1:])
     mine = next(text for command, text in said.items() if "my-silu-mul" in command)
     row = next(line for line in mine.splitlines() if line.startswith("my-silu-mul"))
     assert row.split()[1] == "30"
