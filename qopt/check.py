@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qopt.errors import GateError
+from qopt.report import CheckRow, Report
 
 if TYPE_CHECKING:
     import torch
@@ -31,20 +32,10 @@ SEED = 20240
 
 
 @dataclass
-class Outcome:
-    """One probe: what was measured, what it was held to, and whether it passed."""
-
-    probe: str
-    figures: dict[str, float]
-    limits: dict[str, float]
-    passed: bool
-
-
-@dataclass
 class Verification:
     """All probes of an artifact."""
 
-    probes: list[Outcome] = field(default_factory=list)
+    probes: list[CheckRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -58,16 +49,13 @@ class Verification:
 
     def tables(self) -> list[Any]:
         """The probes, and what else there is to say."""
-        from qopt.report import CheckRow, Report
-
-        rows = [CheckRow(p.probe, p.figures, p.limits, p.passed) for p in self.probes]
-        return Report(checks=rows, notes=self.notes).tables()
+        return Report(checks=self.probes, notes=self.notes).tables()
 
 
 # Metrics -------------------------------------------------------------------------------------
 
 
-def judge(probe: str, got: Sequence[Array], want: Sequence[Array], dtype: str) -> Outcome:
+def judge(probe: str, got: Sequence[Array], want: Sequence[Array], dtype: str) -> CheckRow:
     """Compare rows of logits (tokens, vocabulary) with the reference's, within the table."""
     highest = max((float(np.abs(w).max()) for w in want if w.size), default=0.0)
     limit = LIMITS[dtype] * max(1.0, highest / 10)
@@ -84,7 +72,7 @@ def judge(probe: str, got: Sequence[Array], want: Sequence[Array], dtype: str) -
     if dtype in MAX_KL:
         limits["kl"] = MAX_KL[dtype]
     passed = finite and all(figures[name] <= most for name, most in limits.items())
-    return Outcome(probe, figures, limits, passed)
+    return CheckRow(probe, figures, limits, passed)
 
 
 def divergence(got: Array, want: Array) -> float:
@@ -127,7 +115,7 @@ class GraphCheck:
         self.dtype = str(graph_dtype(graph)).removeprefix("torch.")
         self.want = self._answers(graph)
 
-    def __call__(self, item: Pass, graph: Graph, record: PassRecord) -> Outcome | None:
+    def __call__(self, item: Pass, graph: Graph, record: PassRecord) -> CheckRow | None:
         """Compare after an exact pass that changed something; raise `GateError` on a difference."""
         if not item.exact or not record.rewrites:
             return None

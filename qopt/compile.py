@@ -27,12 +27,12 @@ from qopt.artifact import (
     write_log,
     write_sidecars,
 )
-from qopt.check import GraphCheck, Outcome, Verification
+from qopt.check import GraphCheck, Verification
 from qopt.errors import GateError, ResourceError, UsageError
 from qopt.final_check import Checker, Job
 from qopt.gates import hold, refuse_impossible
 from qopt.recipe import Recipe, recipe_text, size_in_bytes
-from qopt.report import CheckRow, LoweringRow, PassRow, Progress, Report, as_json
+from qopt.report import LoweringRow, PassRow, Progress, Report, as_json
 from qopt.target import choose_dtype, choose_opset, find_target, short_name
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class Watch:
         """Check the graph and keep the outcome."""
         outcome = self.check(item, graph, record) if self.check else None
         if outcome is not None:
-            self.report.checks.append(check_row(outcome))
+            self.report.checks.append(outcome)
 
 
 def configured(recipe: Recipe, registry: Any) -> list[tuple[Any, Any]]:
@@ -252,11 +252,6 @@ def announce_memory(progress: Progress, check: str, size: int, budget: int) -> N
 def pass_row(record: PassRecord) -> PassRow:
     """A pass's record as a row of the report."""
     return PassRow(record.name, record.rewrites, record.before, record.after, record.ms / 1e3)
-
-
-def check_row(outcome: Outcome) -> CheckRow:
-    """A probe as a row of the report."""
-    return CheckRow(outcome.probe, outcome.figures, outcome.limits, outcome.passed)
 
 
 def told(refusals: dict[str, int]) -> list[str]:
@@ -377,7 +372,7 @@ def checking_process(
 
 def conclude(report: Report, manifest: Manifest, found: Verification) -> None:
     """Put the check's outcome into report and manifest; the manifest keeps verdicts alone."""
-    report.checks += [check_row(p) for p in found.probes]
+    report.checks += found.probes
     report.notes += found.notes
     manifest.notes += found.notes
     manifest.checks = [

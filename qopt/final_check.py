@@ -18,7 +18,6 @@ from qopt.check import (
     LONGEST,
     SEED,
     Array,
-    Outcome,
     Verification,
     flat_rows,
     judge,
@@ -26,6 +25,7 @@ from qopt.check import (
     random_input,
 )
 from qopt.errors import GateError, QoptError, ResourceError, UsageError
+from qopt.report import CheckRow
 
 if TYPE_CHECKING:
     from qopt.artifact import Artifact
@@ -66,7 +66,7 @@ class Checker:
         lines = [line for line in out.splitlines() if line.startswith("{")]
         if code == 0 and lines:
             data = json.loads(lines[-1])
-            return Verification([Outcome(**p) for p in data["probes"]], data["notes"])
+            return Verification([CheckRow(**p) for p in data["probes"]], data["notes"])
         if code in (-9, 137):
             raise ResourceError(
                 "the check ran out of memory",

@@ -13,11 +13,12 @@ import onnx
 import pytest
 
 from qopt.artifact import read_manifest
-from qopt.check import LIMITS, MAX_KL, Outcome, Verification, judge
+from qopt.check import LIMITS, MAX_KL, Verification, judge
 from qopt.cli import main
 from qopt.compile import compile
 from qopt.errors import GateError, UsageError
 from qopt.final_check import Checker, Job, run_job, verify
+from qopt.report import CheckRow
 
 Compiled = Callable[..., Path]
 Tiny = Callable[..., tuple[Path, Any]]
@@ -187,7 +188,7 @@ def test_half_precision_is_held_to_its_own_limits(compiled: Compiled, tiny: Tiny
 # Limits --------------------------------------------------------------------------------------
 
 
-def judged(got: list[list[float]], want: list[list[float]], dtype: str = "float32") -> Outcome:
+def judged(got: list[list[float]], want: list[list[float]], dtype: str = "float32") -> CheckRow:
     return judge("p", [np.array(got)], [np.array(want)], dtype)
 
 
