@@ -16,6 +16,7 @@ from qopt.emit.onnx_aten import activation
 from qopt.graph import Graph
 from qopt.lower import Context, implements
 from qopt.ops import OPS
+from qopt.weights import LazyWeight
 
 aten = torch.ops.aten
 ROTARY = OPS["rotary"].target
@@ -621,22 +622,141 @@ def visible_mask(b: Builder, mask: fx.Node, q: fx.Node, window: int | None) -> i
 # Experts -------------------------------------------------------------------------------------
 
 
-@implements("experts", "onnx", "onnx-cpu")
-class ExpertLoop(Plain):
-    """Each expert on the tokens that chose it."""
-
-    name = "a loop over the experts"
+class StoredExperts(Plain):
+    """What reads the experts' matrices as they are stored, one expert at a time."""
 
     def refuses(self, context: Context, node: fx.Node) -> str | None:
         """Weights must be stored, to be cut lazily."""
-        for place in (3, 5):
-            if context.graph.weight(operands(node)[place]) is None:
-                return "its matrices are computed"
+        held = [n for n in operands(node)[3:7] if n is not None]
+        if any(context.graph.weight(n) is None for n in held):
+            return "its matrices are computed"
         return None
 
     def sources(self, node: fx.Node) -> Iterable[fx.Node]:
         """Tokens and choices; the matrices are cut from the stored weights."""
         return [n for n in operands(node)[:3] if isinstance(n, fx.Node)]
+
+
+@implements("experts", "onnx-cpu")
+class MoE(StoredExperts):
+    """`com.microsoft.MoE`, which runs whole experts side by side, each on one thread."""
+
+    name = "MoE"
+    fewest = 16  # experts; with fewer, prompts and batches take longer than in the loop
+
+    def refuses(self, context: Context, node: fx.Node) -> str | None:
+        """Its gate is SiLU or a scaled swish; its routing is a softmax over a top-k."""
+        reason = super().refuses(context, node)
+        if reason is not None:
+            return reason
+        x, ids, weights, up = operands(node)[:4]
+        experts, given = int(value(up).shape[0]), options(node)
+        if value(x).dtype != torch.float32:
+            return "it is measured in fp32 only"
+        if given.get("layout") == "single":
+            return "the experts have no gate"
+        if given["activation"] not in ("silu", "swish"):
+            return f"the gate is {given['activation']}, the op's is silu or swish"
+        if not is_top_of(ids, experts):
+            return "the choices are no top-k over the experts"
+        if may_be_negative(weights):
+            return "the weights of the choices may be negative"
+        return f"the loop is faster with {experts} experts" if experts < self.fewest else None
+
+    def emit(self, b: Builder, node: fx.Node) -> ir.Value:
+        """One node: the softmax of the weights' logarithms gives the weights over their sum."""
+        x, ids, weights, up, up_bias, down, down_bias = operands(node)
+        assert isinstance(x, fx.Node)
+        dtype, given = value(x).dtype, options(node)
+        share, tiny = b.get(weights, dtype), b.const(torch.finfo(dtype).tiny, dtype)
+        logarithms = b.op("Log", b.op("Max", share, tiny))  # a row of -inf would have no softmax
+        shape = b.op("Concat", b.size(x, 0), b.const([int(value(up).shape[0])]), axis=0)
+        nowhere = b.op("Expand", b.const([-torch.inf], dtype), shape)
+        router = b.op("ScatterElements", nowhere, b.get(ids), logarithms, axis=1)
+        transposed = bool(given.get("transposed", False))
+        split = given.get("layout", "concatenated") == "concatenated"
+        alpha = float(given.get("alpha", 1.0)) if given["activation"] == "swish" else 1.0
+        out = b.microsoft(
+            "MoE",
+            b.get(x),
+            router,
+            expert_rows(b, up, transposed, split),
+            expert_rows(b, up_bias, False, split),
+            expert_rows(b, down, transposed, False),
+            expert_rows(b, down_bias, False, False),
+            k=int(value(ids).shape[-1]),
+            normalize_routing_weights=1,
+            activation_type="swiglu",
+            swiglu_fusion=1,
+            swiglu_limit=None if given.get("limit") is None else float(given["limit"]),
+            activation_alpha=alpha,
+            activation_beta=float(given.get("up_offset", 0.0)),
+        )
+        return b.op("Mul", out, b.op("ReduceSum", share, b.const([1]), keepdims=1))
+
+
+def is_top_of(ids: Any, experts: int) -> bool:
+    """Whether the ids are a top-k over all experts: none twice in a row, none that is not there."""
+    while isinstance(ids, fx.Node) and ids.target is aten.to.dtype:
+        ids = operands(ids)[0]
+    if not isinstance(ids, fx.Node) or ids.target is not operator.getitem:
+        return False
+    top, place = operands(ids)
+    if top.target is not aten.topk.default or place != 1:
+        return False
+    scores = value(operands(top)[0])
+    dim = operands(top)[2] if len(operands(top)) > 2 else options(top).get("dim", -1)
+    return dim in (-1, scores.dim() - 1) and bool(scores.shape[-1] == experts)
+
+
+PROBABILITIES = (aten.softmax.int, aten.sigmoid.default)
+KEEPS_SIGN = {  # the result is not negative where so many of the first operands are not
+    aten.add.Tensor: 2,
+    aten.mul.Tensor: 2,
+    aten.div.Tensor: 2,
+    aten.clamp.default: 3,
+    aten.sum.dim_IntList: 1,
+    aten.topk.default: 1,
+    aten.gather.default: 1,
+    aten.to.dtype: 1,
+    aten.reshape.default: 1,
+    operator.getitem: 1,
+}
+
+
+def may_be_negative(given: Any) -> bool:
+    """Whether the graph leaves open that a number, or some element of a node, is below 0."""
+    if not isinstance(given, fx.Node):
+        return given is not None and given < 0
+    if given.target in PROBABILITIES:
+        return False
+    parts = operands(given)[: KEEPS_SIGN.get(given.target, 0)]
+    factor = options(given).get("alpha", 1)
+    return not parts or any(may_be_negative(part) for part in (*parts, factor))
+
+
+def expert_rows(b: Builder, stored: Any, transposed: bool, split: bool) -> ir.Value | None:
+    """A stack of matrices or biases by output rows, gate and up rows alternating where `split`."""
+    if stored is None:
+        return None
+    if not transposed and not split:
+        return b.get(stored)
+    name = str(stored.target)
+    weight, parts = b.graph.weights[name], []
+    for expert in range(weight.shape[0]):
+        own = weight.slice(0, expert, expert + 1).reshape(*weight.shape[1:])
+        own = own.transpose() if transposed else own
+        shape = own.shape
+        own = own.reshape(2, shape[0] // 2, *shape[1:]).transpose() if split else own
+        parts.append(own.reshape(1, *shape))
+    return b.weight(f"{name}.rows", LazyWeight.concat(parts))
+
+
+@implements("experts", "onnx", "onnx-cpu")
+class ExpertLoop(StoredExperts):
+    """Each expert on the tokens that chose it."""
+
+    name = "a loop over the experts"
 
     def emit(self, b: Builder, node: fx.Node) -> ir.Value:
         """For each expert: gather its tokens, two products, scatter the sum."""
