@@ -28,7 +28,7 @@ from qopt.artifact import (
     write_sidecars,
 )
 from qopt.check import GraphCheck, Verification
-from qopt.errors import GateError, ResourceError, UsageError
+from qopt.errors import GateError, ResourceError, UnsupportedError, UsageError
 from qopt.final_check import Checker, Job
 from qopt.gates import hold, refuse_impossible
 from qopt.recipe import Recipe, recipe_text, size_in_bytes
@@ -36,7 +36,7 @@ from qopt.report import LoweringRow, PassRow, Progress, Report, as_json
 from qopt.target import choose_dtype, choose_opset, find_target, short_name
 
 if TYPE_CHECKING:
-    from qopt.emit.onnx import Written
+    from qopt.emit.written import Written
     from qopt.graph import Graph
     from qopt.rewrite import Pass, PassRecord
     from qopt.sources import ModelSource
@@ -88,6 +88,7 @@ def compile(
         from qopt import rewrite
         from qopt.capture import capture
         from qopt.emit.onnx import check_file, write_onnx
+        from qopt.emit.torchscript import write_torchscript
         from qopt.sources import open_source
 
         rewrite.load_builtin_passes()
@@ -118,7 +119,11 @@ def compile(
         element, note = choose_dtype(place, chosen.dtype, source.dtype)
         refuse_impossible(chosen, source)
     size = sum(w.nbytes // w.dtype.itemsize for w in source.tensors.values()) * element.itemsize
-    announce_memory(progress, chosen.check, size, budget)
+    if no_weights and place.format != "onnx":
+        raise UnsupportedError(
+            f"target {place.name} writes no graph without weights", todo="use --target onnx-cpu"
+        )
+    announce_memory(progress, chosen.check, size, budget, place.format == "onnx")
     report = Report(notes=[*source.notes, *([note] if note else [])], timings=progress.timings)
     with (
         ArtifactWriter(out, size=size, keep_rejected=keep_rejected) as writer,
@@ -146,18 +151,19 @@ def compile(
                 watch.check = None  # it keeps evaluated weights
                 report.passes = [pass_row(record) for record in manager.records]
         with progress.step("writing", size or None) as advance:
-            counted = Counted(advance)
-            written = write_onnx(
-                graph, writer.folder, place, limit, counted, read_soon=chosen.check != "off"
-            )
-            check_file(writer.folder / "model.onnx", weights=not no_weights)
+            if place.format == "torchscript":
+                written = write_torchscript(graph, writer.folder, place)
+            else:
+                soon, counted = chosen.check != "off", Counted(advance)
+                written = write_onnx(graph, writer.folder, place, limit, counted, read_soon=soon)
+                check_file(writer.folder / "model.onnx", weights=not no_weights)
         report.lowering = [
             LoweringRow(c.op, c.implementation, c.count, told(c.refusals)) for c in written.choices
         ]
         report.notes += [*graph.notes, *written.notes, *fallback_notes(written)]
         if chosen.check == "off" and not no_weights:
             report.notes.append("not checked: nothing shows that the artifact computes the model")
-        resolved = chosen.replace(dtype=short_name(element), opset=written.opset)
+        resolved = chosen.replace(dtype=short_name(element), opset=written.opset or "auto")
         manifest = manifest_of(
             graph, written, resolved, source, model, digests, report, not no_weights
         )
@@ -234,15 +240,19 @@ def memory_budget(max_ram: str | None) -> int:
 BASE_MEMORY = 900 << 20  # torch, transformers and a captured graph
 
 
-def announce_memory(progress: Progress, check: str, size: int, budget: int) -> None:
-    """Say what the check needs, and refuse before starting what cannot fit."""
-    need = BASE_MEMORY + (2 * size if check != "off" else 128 << 20)
+def announce_memory(progress: Progress, check: str, size: int, budget: int, streamed: bool) -> None:
+    """Say what the check and the format need, and refuse before starting what cannot fit."""
+    least = (128 << 20) if streamed else size
+    need = BASE_MEMORY + (2 * size if check != "off" else least)
     if check != "off" and size > 1 << 30:
-        progress.say(f"the check needs about {need / 1e9:.1f} GB of memory (--check off: 1.5)")
+        without = (BASE_MEMORY + least) / 1e9
+        progress.say(f"the check needs about {need / 1e9:.1f} GB of memory (off: {without:.1f})")
     if need > budget:
+        reasons = ["the check loads the whole model"] if check != "off" else []
+        reasons += [] if streamed else ["a TorchScript file is saved from memory"]
         raise ResourceError(
             f"about {need / 1e6:,.0f} MB of memory are needed, {budget / 1e6:,.0f} may be used",
-            why="the check loads the whole model" if check != "off" else None,
+            why=", and ".join(reasons) or None,
             todo="compile with --check off, or allow more with --max-ram"
             if check != "off"
             else None,
@@ -305,6 +315,7 @@ def manifest_of(
         dtype=str({"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[recipe.dtype]),
         opset=written.opset,
         ir_version=written.ir_version,
+        runtime=find_target(recipe.target).runtime,
         model=graph.info,
         source=SourceInfo(
             kind=source_kind(source),
@@ -352,6 +363,8 @@ def write_folder(
         source.config.to_dict() if source.config is not None and source.folder is None else None
     )
     write_sidecars(writer.folder, source.folder, config=config)
+    if find_target(recipe.target).format != "onnx":
+        return
     refusal = genai_refusal(graph.info, manifest.inputs, manifest.outputs)
     if refusal is not None:
         manifest.notes.append(f"onnxruntime-genai does not load it: {refusal}")

@@ -78,7 +78,6 @@ ORT_FLOOR = (1, 32)
 NOT_YET = {
     "onnx-cuda": "not in this version of qopt",
     "onnx-cuda-triton": "not in this version of qopt",
-    "torchscript-cpu": "not in this version of qopt",
     "torchscript-cuda": "not in this version of qopt",
 }
 
@@ -151,7 +150,7 @@ def _targets(cpu: str | None, gpu: str | None) -> dict[str, str | None]:
     elif tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < ORT_FLOOR:
         floor = ".".join(map(str, ORT_FLOOR))
         why = f"onnxruntime {version} is installed, {floor} or newer is needed"
-    return {"onnx": why, "onnx-cpu": why} | NOT_YET
+    return {"onnx": why, "onnx-cpu": why, "torchscript-cpu": None} | NOT_YET
 
 
 def _version(package: str) -> str | None:

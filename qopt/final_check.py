@@ -26,6 +26,7 @@ from qopt.check import (
 )
 from qopt.errors import GateError, QoptError, ResourceError, UsageError
 from qopt.report import CheckRow
+from qopt.runtime.session import KEEP
 
 if TYPE_CHECKING:
     from qopt.artifact import Artifact
@@ -161,7 +162,7 @@ def run_job(job: Job, artifact_of: Callable[[], str]) -> Verification:
     reference.free()
     run = DecoderRun(artifact, job.threads)
     for probe, want in zip(probes, answers, strict=True):
-        got = run.play(probe)
+        got, want = run.play(probe), run.asked(probe, want)
         result.probes.append(judge(probe.name, got, want, artifact.manifest.dtype))
     return result
 
@@ -309,14 +310,21 @@ class DecoderRun:
     """Plays probes on an artifact: right-padded calls, past and present passed along."""
 
     def __init__(self, artifact: Artifact, threads: int | None) -> None:
-        from qopt.runtime.session import OnnxSession
+        from qopt.runtime.generate import open_session
 
-        self.session = OnnxSession(artifact.folder / "model.onnx", threads=threads)
+        self.session = open_session(artifact, threads=threads)
         self.names = set(self.session.inputs)
-        self.dtype = np.dtype(artifact.manifest.dtype)
+        self.last_alone = artifact.manifest.logits == "last" and KEEP not in self.names
+
+    def asked(self, probe: Probe, answers: list[Array]) -> list[Array]:
+        """Of the reference's logits those that the artifact gives: its last one a call, or all."""
+        if not self.last_alone:
+            return answers
+        ends = np.cumsum(probe.calls, 0) - 1
+        return [answer[ends[:, row]] for row, answer in enumerate(answers)]
 
     def play(self, probe: Probe) -> list[Array]:
-        """The logits of every real token, by row."""
+        """The logits of every real token that the artifact gives, by row."""
         count = len(probe.rows)
         done = np.zeros(count, int)
         mask = np.zeros((count, 0), np.int64)
@@ -334,7 +342,7 @@ class DecoderRun:
             logits = out.pop("logits")
             past = {past_name(k): v for k, v in out.items()}
             for r in range(count):
-                got[r].append(logits[r, : lengths[r]])
+                got[r].append(logits[r, : 1 if self.last_alone else lengths[r]])
             done += lengths
         return [np.concatenate(parts).astype(np.float32) for parts in got]
 
@@ -352,8 +360,8 @@ class DecoderRun:
         feeds = {"input_ids": ids, "attention_mask": mask, **past}
         if "position_ids" in self.names:
             feeds["position_ids"] = positions
-        if "num_logits_to_keep" in self.names:
-            feeds["num_logits_to_keep"] = np.zeros(1, np.int64)
+        if KEEP in self.names:
+            feeds[KEEP] = np.zeros(1, np.int64)
         return self.session.run(feeds)
 
 
@@ -361,11 +369,11 @@ def check_module(artifact: Artifact, source: Any, job: Job) -> Verification:
     """Compare an artifact that is no decoder with its module, at two batch sizes."""
     import torch
 
-    from qopt.runtime.session import OnnxSession
+    from qopt.runtime.generate import open_session
 
     if source.module is None:
         return Verification(notes=["an exported program holds no module to compare with"])
-    session = OnnxSession(artifact.folder / "model.onnx", threads=job.threads)
+    session = open_session(artifact, threads=job.threads)
     module = source.module.eval()
     result = Verification()
     for batch in (1, 3):

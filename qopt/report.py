@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 import time
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -295,8 +296,18 @@ def inspect(folder: Path) -> Inspection:
 
         graph = onnx.load(path, load_external_data=False).graph
         ops.update(f"{n.domain}::{n.op_type}" if n.domain else n.op_type for n in graph.node)
+    script = artifact.folder / "model.pt"
+    if script.is_file():
+        ops.update(scripted_ops(script))
     manifest = artifact.manifest.model_dump(mode="json", by_alias=True)
     return Inspection(manifest, sum(ops.values()) or None, dict(ops.most_common()))
+
+
+def scripted_ops(path: Path) -> list[str]:
+    """The operators that a TorchScript file calls, read from the code in it; no weight is read."""
+    with zipfile.ZipFile(path) as file:
+        code = [file.read(name).decode() for name in file.namelist() if name.endswith(".py")]
+    return re.findall(r"\b(?:torch|ops\.\w+)\.(\w+)\(", "".join(code))
 
 
 # --- progress --------------------------------------------------------------------------------

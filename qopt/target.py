@@ -21,6 +21,7 @@ class Target:
     newest_opset: int
     dtypes: tuple[torch.dtype, ...]
     runtime: str  # the oldest runtime that loads what is written
+    format: str = "onnx"  # onnx | torchscript
 
 
 TARGETS = {
@@ -44,8 +45,19 @@ TARGETS = {
         (torch.float32, torch.float16),
         "onnxruntime>=1.32",
     ),
+    "torchscript-cpu": Target(
+        "torchscript-cpu",
+        "libtorch, torch.jit.load",
+        "aten ops",
+        False,
+        0,
+        0,
+        (torch.float32,),
+        "torch>=2.11",
+        "torchscript",
+    ),
 }
-LATER = ("onnx-cuda", "onnx-cuda-triton", "torchscript-cpu", "torchscript-cuda")
+LATER = ("onnx-cuda", "onnx-cuda-triton", "torchscript-cuda")
 
 DTYPES = {
     "fp32": torch.float32,
@@ -79,7 +91,9 @@ def choose_dtype(
             able = " or ".join(short_name(d) for d in target.dtypes)
             raise UnsupportedError(
                 f"target {target.name} cannot run {short_name(dtype)}",
-                why="its CPU provider has no kernels for it",
+                why="its CPU provider has no kernels for it"
+                if target.format == "onnx"
+                else "this version of qopt writes it in fp32 alone",
                 todo=f"use --dtype {able}",
             )
         return dtype, None
@@ -99,6 +113,8 @@ def choose_opset(target: Target, wanted: int | str) -> int | None:
     """The opset that was asked for, or None where the ops decide."""
     if wanted == "auto":
         return None
+    if target.format != "onnx":
+        raise UsageError(f"target {target.name} has no opsets", todo="leave --opset out")
     if not target.opset <= int(wanted) <= target.newest_opset:
         raise UsageError(
             f"target {target.name} has no opset {wanted}",

@@ -5,10 +5,12 @@ Reference numbers always come from eager transformers or from torch written out 
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -369,18 +371,44 @@ def compiled(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     return get
 
 
+class Script:
+    """A TorchScript file in plain torch, with the methods of an onnxruntime session."""
+
+    def __init__(self, folder: Path) -> None:
+        self.module: Any = torch.jit.load(folder / "model.pt")  # type: ignore[no-untyped-call]
+        self.manifest = json.loads((folder / "qopt_manifest.json").read_text())
+
+    def get_inputs(self) -> list[SimpleNamespace]:
+        return [
+            SimpleNamespace(name=s["name"], shape=s["shape"], type=s["dtype"])
+            for s in self.manifest["inputs"]
+        ]
+
+    def get_outputs(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name=spec["name"]) for spec in self.manifest["outputs"]]
+
+    def run(self, _: None, feeds: dict[str, np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+        with torch.no_grad():
+            made = self.module(*(torch.from_numpy(feeds[s.name]) for s in self.get_inputs()))
+        return [tensor.numpy() for tensor in made]
+
+
 class Player:
-    """Calls an artifact through onnxruntime alone, past and present passed along as they come.
+    """Calls an artifact through onnxruntime or torch alone, present passed along as past.
 
     `lengths` says how many of a call's tokens are real in each row; the rest is padding on the
     right. `keep` is fed where it is given, else the artifact's own default holds.
     """
 
     def __init__(self, folder: Path, keep: int | None = 0) -> None:
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
-        path = str(folder / "model.onnx")
-        self.session = onnxruntime.InferenceSession(path, options, ["CPUExecutionProvider"])
+        self.session: Any
+        if (folder / "model.pt").is_file():
+            self.session = Script(folder)
+        else:
+            options = onnxruntime.SessionOptions()
+            options.log_severity_level = 3
+            path = str(folder / "model.onnx")
+            self.session = onnxruntime.InferenceSession(path, options, ["CPUExecutionProvider"])
         self.keep = keep
         self.mask: np.ndarray[Any, Any] | None = None
         self.past: dict[str, np.ndarray[Any, Any]] = {}
@@ -399,7 +427,7 @@ class Player:
         feeds = {"input_ids": ids.numpy(), "attention_mask": self.mask, **self.past}
         if "position_ids" in {spec.name for spec in self.session.get_inputs()}:
             feeds["position_ids"] = positions
-        if self.keep is not None:
+        if self.keep is not None and not isinstance(self.session, Script):
             feeds["num_logits_to_keep"] = np.array([self.keep])
         names = [spec.name for spec in self.session.get_outputs()]
         out = dict(zip(names, self.session.run(None, feeds), strict=True))

@@ -47,7 +47,8 @@ FAMILIES = (
     "falcon",
 )
 EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"}
-WAYS = [(t, r) for t in ("onnx-cpu", "onnx") for r in ("baseline", "low-latency")]
+TARGETS = ("onnx-cpu", "onnx", "torchscript-cpu")
+WAYS = [(t, r) for t in TARGETS for r in ("baseline", "low-latency")]
 FAST = {  # one of each kind; -m slow runs the rest
     ("llama", "onnx-cpu", "baseline"),
     ("llama", "onnx", "low-latency"),
@@ -61,6 +62,8 @@ FAST = {  # one of each kind; -m slow runs the rest
     ("mixtral", "onnx", "baseline"),
     ("falcon", "onnx-cpu", "baseline"),
     ("bloom", "onnx", "low-latency"),
+    ("gemma2", "torchscript-cpu", "baseline"),
+    ("mistral", "torchscript-cpu", "low-latency"),
 }
 
 # Tokens of each row in each call. The window is 4 where a family has one.
@@ -97,11 +100,15 @@ def test_family(
             compiled(family, recipe, target=target)
         return
     model = tiny(family)[1]
-    out = compiled(family, recipe, target=target)
+    # a script cannot be asked for more logits than its recipe says
+    scripted = target.startswith("torchscript")
+    more = {"logits": "all"} if scripted and recipe == "low-latency" else {}
+    out = compiled(family, recipe, target=target, **more)
     assert read_manifest(out).model.ragged
     found = {name: distance(out, model, calls) for name, calls in PROBES.items()}
     assert {name: d for name, d in found.items() if not d <= 1e-4} == {}
     if recipe == "low-latency":  # what it gives when it is not asked for more
+        out = compiled(family, recipe, target=target)
         assert distance(out, model, PROBES["unequal lengths"], last=True) <= 1e-4
 
 
@@ -273,7 +280,10 @@ def made(path: Path, name: str) -> nn.Module:
     return module.eval()
 
 
-def run_onnx(out: Path, *arrays: torch.Tensor) -> list[np.ndarray[Any, Any]]:
+def run_file(out: Path, *arrays: torch.Tensor) -> list[np.ndarray[Any, Any]]:
+    if (out / "model.pt").is_file():
+        module: Any = torch.jit.load(out / "model.pt")  # type: ignore[no-untyped-call]
+        return [made.numpy() for made in module(*arrays)]
     session = onnxruntime.InferenceSession(out / "model.onnx", providers=["CPUExecutionProvider"])
     names = [spec.name for spec in session.get_inputs()]
     feeds = {name: array.numpy() for name, array in zip(names, arrays, strict=True)}
@@ -281,7 +291,7 @@ def run_onnx(out: Path, *arrays: torch.Tensor) -> list[np.ndarray[Any, Any]]:
     return results
 
 
-@pytest.mark.parametrize("target", ["onnx-cpu", "onnx"])
+@pytest.mark.parametrize("target", ["onnx-cpu", "onnx", "torchscript-cpu"])
 @pytest.mark.parametrize(("name", "shape"), [("mlp", (12,)), ("conv", (3, 32, 32))])
 def test_module(
     name: str, shape: tuple[int, ...], target: str, modules: Path, tmp_path: Path
@@ -295,11 +305,11 @@ def test_module(
         x = torch.randn(rows, *shape)
         with torch.no_grad():
             want = module(x).numpy()
-        (got,) = run_onnx(result.out, x)
+        (got,) = run_file(result.out, x)
         np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("target", ["onnx-cpu", "onnx"])
+@pytest.mark.parametrize("target", ["onnx-cpu", "onnx", "torchscript-cpu"])
 def test_encoder(target: str, modules: Path, tmp_path: Path) -> None:
     out = compile(f"{modules}:bert", "baseline", tmp_path / "out", target=target, check="off").out
     model = made(modules, "bert")
@@ -310,5 +320,5 @@ def test_encoder(target: str, modules: Path, tmp_path: Path) -> None:
             mask[0, tokens // 2 :] = 0
         with torch.no_grad():
             want = model(ids, mask).last_hidden_state.numpy()
-        got = run_onnx(out, ids, mask)[0]
+        got = run_file(out, ids, mask)[0]
         np.testing.assert_allclose(got, want, atol=1e-4)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from qopt.canonical import same_size, targets_of_write, value, written
+from qopt.emit.signature import input_shape
 from qopt.errors import UnsupportedError
 from qopt.graph import Graph, describe
 from qopt.target import Target
@@ -351,24 +352,3 @@ def module_path(node: fx.Node) -> str | None:
         return None
     path = list(stack.values())[-1][0]
     return str(path).removeprefix("L['self'].").removeprefix("model.") or None
-
-
-TOKENS = {
-    "input_ids": ("batch_size", "sequence_length"),
-    "position_ids": ("batch_size", "sequence_length"),
-    "attention_mask": ("batch_size", "total_sequence_length"),
-}
-
-
-def input_shape(graph: Graph, node: fx.Node, name: str) -> list[int | str]:
-    """The declared shape of an input, its dynamic dimensions under the artifact's names."""
-    held = value(node).shape
-    if graph.info.kind == "decoder":
-        if name in TOKENS:
-            return list(TOKENS[name])
-        if name.startswith("past_key_values."):
-            return ["batch_size", int(held[1]), "past_sequence_length", int(held[3])]
-        if name.startswith("past_state."):
-            rest = [int(d) if isinstance(d, int) else "past_sequence_length" for d in held[1:]]
-            return ["batch_size", *rest]
-    return [int(d) if isinstance(d, int) else str(d) for d in held]

@@ -99,7 +99,7 @@ def write_weights(
                 stored.shared += weight.nbytes
             else:
                 if weight.dtype == torch.float16:
-                    refuse_overflow(made, piece.data)
+                    refuse_overflow(str(made.name), piece.data)
                 if piece.first:
                     starts[made] = aligned(file.size, weight.nbytes)
                     made.const_value = external(made, weight, starts[made])
@@ -215,10 +215,10 @@ def pieces(weights: list[tuple[ir.Value, LazyWeight]]) -> Iterator[Piece]:
             )
 
 
-def refuse_overflow(made: ir.Value, piece: Tensor) -> None:
+def refuse_overflow(name: str, piece: Tensor) -> None:
     """A weight beyond fp16's range must not become infinite in silence."""
     if not bool(torch.isfinite(piece).all()):
-        raise UsageError(f"weight {made.name} does not fit fp16", todo="compile with --dtype fp32")
+        raise UsageError(f"weight {name} does not fit fp16", todo="compile with --dtype fp32")
 
 
 def ahead(workers: ThreadPoolExecutor, items: Iterator[Piece]) -> Iterator[Piece]:

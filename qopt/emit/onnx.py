@@ -3,44 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
-from torch import Tensor
 
 from qopt.canonical import value
 from qopt.emit import onnx_aten, onnx_dialect
 from qopt.emit.builder import DTYPES, Builder
 from qopt.emit.external_data import DATA, place, write_weights
+from qopt.emit.signature import output_shape
+from qopt.emit.written import Written
 from qopt.errors import UnsupportedError, UsageError
 from qopt.graph import Graph
-from qopt.lower import Choice, lower
+from qopt.lower import lower
 from qopt.target import Target
 
 assert onnx_aten
 assert onnx_dialect
 
 IR_VERSION = 10  # onnxruntime 1.18 and later load it
-
-
-@dataclass
-class Written:
-    """What was written: the opset and nodes used, and each file's hash."""
-
-    opset: int
-    ir_version: int
-    nodes: dict[str, int]
-    choices: list[Choice]
-    fallbacks: dict[str, int]
-    inputs: list[tuple[str, str, list[int | str]]]
-    outputs: list[tuple[str, str, list[int | str]]]
-    shared_buffer: bool
-    data_size: int = 0
-    data_hash: str = ""
-    shared: int = 0  # bytes not written since an equal weight was there already
-    notes: list[str] = field(default_factory=list)
 
 
 def write_onnx(
@@ -117,22 +99,6 @@ def assemble(builder: Builder, opset: int) -> ir.Model:
 def uses_contrib(builder: Builder) -> bool:
     """Whether any node is of `com.microsoft`."""
     return any(node.domain for node in builder.nodes)
-
-
-def output_shape(graph: Graph, name: str, held: Tensor) -> list[int | str | None]:
-    """The declared shape of an output."""
-    if graph.info.kind != "decoder":
-        return [d if isinstance(d, int) else str(d) for d in held.shape]
-    if name.startswith("present."):
-        return ["batch_size", int(held.shape[1]), "total_sequence_length", int(held.shape[3])]
-    if name.startswith("present_state."):
-        sizes = [int(d) if isinstance(d, int) else "total_sequence_length" for d in held.shape[1:]]
-        return ["batch_size", *sizes]
-    keep = graph.defaults.get("num_logits_to_keep")
-    rows: int | str = "sequence_length"
-    if keep is not None and int(keep) > 0:
-        rows = int(keep)  # onnxruntime-genai allocates by this number
-    return ["batch_size", rows, int(held.shape[-1])]
 
 
 def in_place(graph: Graph, builder: Builder) -> bool:

@@ -33,12 +33,22 @@ def load(
         raise UsageError(
             "the artifact has no weights", where=str(folder), todo="compile without --no-weights"
         )
-    if not artifact.manifest.target.startswith("onnx"):
-        raise UnsupportedError(
-            f"this runtime cannot run target {artifact.manifest.target}", where=str(folder)
-        )
-    session = OnnxSession(artifact.folder / "model.onnx", threads=threads, providers=providers)
+    session = open_session(artifact, threads=threads, providers=providers)
     return Model(session, artifact.manifest, artifact.folder)
+
+
+def open_session(
+    artifact: Artifact, *, threads: int | None = None, providers: Sequence[str] = (CPU,)
+) -> Session:
+    """The session that runs an artifact's target."""
+    target = artifact.manifest.target
+    if target.startswith("onnx"):
+        return OnnxSession(artifact.folder / "model.onnx", threads=threads, providers=providers)
+    if target == "torchscript-cpu":
+        from qopt.runtime.torchscript import TorchSession
+
+        return TorchSession(artifact, threads=threads)
+    raise UnsupportedError(f"this runtime cannot run target {target}", where=str(artifact.folder))
 
 
 class Model:

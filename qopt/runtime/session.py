@@ -7,7 +7,7 @@ A `Session` runs a model on named arrays, and steps a decoder whose `Cache` it r
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -153,14 +153,7 @@ class OnnxSession:
 
     def run(self, feeds: Feeds) -> dict[str, Array]:
         """All outputs by name; integers of any width and bool are taken where int64 is declared."""
-        unknown = sorted(set(feeds) - set(self.inputs))
-        missing = sorted(set(self.inputs) - set(feeds) - set(self._keep))
-        if unknown or missing:
-            raise UsageError(
-                "the inputs are not the model's",
-                why=f"missing: {missing}; unknown: {unknown}",
-                todo=f"give exactly {sorted(set(self.inputs) - set(self._keep))}",
-            )
+        refuse_other_inputs(feeds, set(self.inputs) - set(self._keep), self._keep)
         values = self._session.run(None, self._cast(feeds))
         return dict(zip(self.outputs, values, strict=True))
 
@@ -202,7 +195,7 @@ class OnnxSession:
 
     def _cast(self, feeds: Feeds) -> dict[str, Array]:
         return {
-            name: _cast(name, array, self.inputs[name].dtype)
+            name: cast(name, array, self.inputs[name].dtype)
             for name, array in (self._keep | dict(feeds)).items()
         }
 
@@ -256,7 +249,19 @@ def _spec(value: Any) -> Spec:
     return Spec(dtype, shape)
 
 
-def _cast(name: str, array: Array, dtype: str) -> Array:
+def refuse_other_inputs(feeds: Feeds, needed: Iterable[str], optional: Iterable[str] = ()) -> None:
+    """Refuse inputs that a model does not take, and a call that leaves one out."""
+    unknown = sorted(set(feeds) - set(needed) - set(optional))
+    missing = sorted(set(needed) - set(feeds))
+    if unknown or missing:
+        raise UsageError(
+            "the inputs are not the model's",
+            why=f"missing: {missing}; unknown: {unknown}",
+            todo=f"give exactly {sorted(needed)}",
+        )
+
+
+def cast(name: str, array: Array, dtype: str) -> Array:
     """The array in the type the model declares; refused where numbers would change kind."""
     if array.dtype == dtype:
         return np.ascontiguousarray(array)

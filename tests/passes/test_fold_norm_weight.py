@@ -122,6 +122,13 @@ def test_leaves(kind: Any, exported: Any, run: Any, body: Any) -> None:
             torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_leaves_half_precision(dtype: torch.dtype, captured: Any, run: Any) -> None:
+    """A product that is rounded to bf16 is not the matrix and the weight any more."""
+    graph = captured("llama", dtype, tie_word_embeddings=False)
+    assert run(graph, *BEFORE, NAME)[-1].rewrites == 0
+
+
 @pytest.mark.parametrize(
     ("family", "overrides", "folded"),
     [
