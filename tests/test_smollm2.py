@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -116,6 +119,37 @@ def test_genai_loads_the_folder_and_writes_the_same(
         got = list(generator.get_sequence(0))[len(ids) :]
         assert got[: len(want)] == want[: len(got)]
         assert abs(len(got) - len(want)) <= 1  # an EOS may or may not be part of the sequence
+
+
+PLAIN = """
+import json, sys, torch
+path, prompts, new = json.loads(sys.argv[1])
+module, answers = torch.jit.load(path), []
+for prompt in prompts:
+    ids, tokens = torch.tensor([prompt]), []
+    past = [torch.zeros(1, 3, 0, 64) for _ in range(60)]
+    while len(tokens) < new and 2 not in tokens:
+        total = past[0].shape[2] + ids.shape[1]
+        positions = torch.arange(total - ids.shape[1], total)[None]
+        with torch.no_grad():
+            logits, *past = module(ids, torch.ones(1, total, dtype=torch.int64), positions, *past)
+        ids = logits[:, -1].argmax(-1, keepdim=True)
+        tokens.append(int(ids))
+    answers.append(tokens)
+assert not [name for name in sys.modules if name.startswith(("qopt", "transformers"))]
+print(json.dumps(answers))
+"""
+
+
+def test_torchscript_writes_the_same_in_plain_torch(
+    model: Path, tokenizer: Any, answers: list[list[int]], tmp_path: Path
+) -> None:
+    qopt.compile(str(model), "baseline", tmp_path / "out", target="torchscript-cpu")
+    ids = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    job = json.dumps([str(tmp_path / "out" / "model.pt"), ids, NEW])
+    command = [sys.executable, "-W", "ignore", "-c", PLAIN, job]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == answers
 
 
 def test_ragged_batch_equals_each_request_alone(fast: Path) -> None:
