@@ -18,11 +18,34 @@ import tempfile
 import time
 from pathlib import Path
 
-QOPT = [sys.executable, "-m", "qopt.cli", "compile", "{model}", "-r", "baseline", "-o", "{out}"]
-BUILDER = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", "{model}", "-o", "{out}"]
+QOPT = [
+    sys.executable,
+    "-P",
+    "-m",
+    "qopt.cli",
+    "compile",
+    "{model}",
+    "-r",
+    "baseline",
+    "-o",
+    "{out}",
+]
+PEER = [sys.executable, "-P", "-m", "onnxruntime_genai.models.builder"]
 COMMANDS = {
     "qopt, check off": [*QOPT, "-q", "--check", "off"],
-    "builder": [*BUILDER, "-p", "fp32", "-e", "cpu", "-c", "{out}/cache"],
+    "builder": [
+        *PEER,
+        "-i",
+        "{model}",
+        "-o",
+        "{out}",
+        "-p",
+        "fp32",
+        "-e",
+        "cpu",
+        "-c",
+        "{out}/cache",
+    ],
     "qopt, default check": [*QOPT, "-q"],
 }
 
@@ -73,7 +96,7 @@ def main() -> None:
     seconds: dict[str, list[float]] = {name: [] for name in COMMANDS}
     memory = dict.fromkeys(COMMANDS, 0)
     for round_ in range(given.rounds + 1):
-        for name, command in COMMANDS.items():
+        for name, command in list(COMMANDS.items())[:: -1 if round_ % 2 else 1]:
             with tempfile.TemporaryDirectory(dir=".") as folder:
                 parts = [p.format(model=given.model, out=f"{folder}/out") for p in command]
                 took, most = measure(parts)

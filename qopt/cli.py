@@ -439,6 +439,9 @@ def _tell(error: Exception, state: State) -> int:
     if isinstance(error, click.Abort):
         click.echo("interrupted", err=True)
         return 130
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        error.show()
+        return 2
     known = _known(error)
     if known is None:
         click.echo(BUG.format(error=_one_line(error), version=__version__), err=True)

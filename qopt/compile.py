@@ -30,7 +30,7 @@ from qopt.artifact import (
 from qopt.check import GraphCheck, Verification
 from qopt.errors import GateError, ResourceError, UnsupportedError, UsageError
 from qopt.final_check import Checker, Job
-from qopt.gates import hold, refuse_impossible
+from qopt.gates import hold, measured, refuse_impossible
 from qopt.recipe import Recipe, recipe_text, size_in_bytes
 from qopt.report import LoweringRow, PassRow, Progress, Report, as_json
 from qopt.target import choose_dtype, choose_opset, find_target, short_name
@@ -118,16 +118,19 @@ def compile(
         )
         element, note = choose_dtype(place, chosen.dtype, source.dtype)
         refuse_impossible(chosen, source)
-    size = sum(w.nbytes // w.dtype.itemsize for w in source.tensors.values()) * element.itemsize
+    elements = sum(w.nbytes // w.dtype.itemsize for w in source.tensors.values())
+    size = elements * element.itemsize
+    early = 2 * BASE_MEMORY + 4 * 4 * elements < budget  # the model in fp32 twice, and room
     if no_weights and place.format != "onnx":
         raise UnsupportedError(
             f"target {place.name} writes no graph without weights", todo="use --target onnx-cpu"
         )
     announce_memory(progress, chosen.check, size, budget, place.format == "onnx")
+    on_disk = size if place.format == "onnx" else 2 * size  # a script's weights are stored twice
     report = Report(notes=[*source.notes, *([note] if note else [])], timings=progress.timings)
     with (
-        ArtifactWriter(out, size=size, keep_rejected=keep_rejected) as writer,
-        checking_process(chosen, model, revision, adapter, 4 * size < budget) as checker,
+        ArtifactWriter(out, size=on_disk, keep_rejected=keep_rejected) as writer,
+        checking_process(chosen, model, revision, adapter, early) as checker,
     ):
         if not no_weights:  # hashing lets go of the interpreter's lock, and capturing does not
             Thread(target=lambda: source.digest, daemon=True).start()
@@ -151,10 +154,11 @@ def compile(
                 watch.check = None  # it keeps evaluated weights
                 report.passes = [pass_row(record) for record in manager.records]
         with progress.step("writing", size or None) as advance:
+            counted = Counted(advance)
             if place.format == "torchscript":
-                written = write_torchscript(graph, writer.folder, place)
+                written = write_torchscript(graph, writer.folder, place, counted)
             else:
-                soon, counted = chosen.check != "off", Counted(advance)
+                soon = chosen.check != "off" or measured(chosen)
                 written = write_onnx(graph, writer.folder, place, limit, counted, read_soon=soon)
                 check_file(writer.folder / "model.onnx", weights=not no_weights)
         report.lowering = [
@@ -255,7 +259,7 @@ def announce_memory(progress: Progress, check: str, size: int, budget: int, stre
             why=", and ".join(reasons) or None,
             todo="compile with --check off, or allow more with --max-ram"
             if check != "off"
-            else None,
+            else "free memory, or allow more with --max-ram",
         )
 
 

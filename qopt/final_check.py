@@ -31,8 +31,6 @@ from qopt.runtime.session import KEEP
 if TYPE_CHECKING:
     from qopt.artifact import Artifact
 
-# The final check -----------------------------------------------------------------------------
-
 
 @dataclass
 class Job:
@@ -46,22 +44,28 @@ class Job:
 
 
 class Checker:
-    """The checking process. It starts at once, so that it is ready when the artifact is."""
+    """The checking process; an `early` one starts at once, to be ready when the artifact is."""
 
     def __init__(self, job: Job) -> None:
-        command = [sys.executable, "-P", "-m", "qopt.final_check", json.dumps(asdict(job))]
+        self.job = job
+        self.process = self._start() if job.early else None
+
+    def _start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-P", "-m", "qopt.final_check", json.dumps(asdict(self.job))]
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
     def __enter__(self) -> Checker:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.process.kill()
-        self.process.communicate()
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
 
     def check(self, artifact: Path) -> Verification:
         """Have the artifact in this folder compared; raises what went wrong there."""
+        self.process = self.process or self._start()
         out, err = self.process.communicate(json.dumps(str(artifact)))
         code = self.process.returncode
         lines = [line for line in out.splitlines() if line.startswith("{")]
@@ -145,11 +149,13 @@ def run_job(job: Job, artifact_of: Callable[[], str]) -> Verification:
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # beside the compiler more than one would wait for each other
-    adapter = Path(job.adapter) if job.adapter else None
-    source = open_source(job.model, revision=job.revision, adapter=adapter)
-    early = Reference(source) if job.early and source.kind == "decoder" else None
-    artifact = Artifact.load(artifact_of())
-    torch.set_num_threads(job.threads or threads)
+    try:
+        adapter = Path(job.adapter) if job.adapter else None
+        source = open_source(job.model, revision=job.revision, adapter=adapter)
+        early = Reference(source) if job.early and source.kind == "decoder" else None
+        artifact = Artifact.load(artifact_of())
+    finally:
+        torch.set_num_threads(job.threads or threads)
     if artifact.manifest.model.kind != "decoder":
         return check_module(artifact, source, job)
     reference = early or Reference(source)
@@ -314,14 +320,20 @@ class DecoderRun:
 
         self.session = open_session(artifact, threads=threads)
         self.names = set(self.session.inputs)
-        self.last_alone = artifact.manifest.logits == "last" and KEEP not in self.names
+        self.kept = None if KEEP in self.names else columns_of_logits(artifact)
 
     def asked(self, probe: Probe, answers: list[Array]) -> list[Array]:
-        """Of the reference's logits those that the artifact gives: its last one a call, or all."""
-        if not self.last_alone:
+        """Of the reference's logits those that the artifact gives: its last ones a call, or all."""
+        if self.kept is None:
             return answers
-        ends = np.cumsum(probe.calls, 0) - 1
-        return [answer[ends[:, row]] for row, answer in enumerate(answers)]
+        found = []
+        for row, answer in enumerate(answers):
+            lengths = np.array([call[row] for call in probe.calls])
+            ends = lengths.cumsum()
+            starts = ends - np.minimum(lengths, self.kept)
+            columns = [np.arange(*pair) for pair in zip(starts, ends, strict=True)]
+            found.append(answer[np.concatenate(columns)])
+        return found
 
     def play(self, probe: Probe) -> list[Array]:
         """The logits of every real token that the artifact gives, by row."""
@@ -342,7 +354,8 @@ class DecoderRun:
             logits = out.pop("logits")
             past = {past_name(k): v for k, v in out.items()}
             for r in range(count):
-                got[r].append(logits[r, : 1 if self.last_alone else lengths[r]])
+                there = min(self.kept or lengths[r], lengths[r])
+                got[r].append(logits[r, -there:] if self.kept else logits[r, :there])
             done += lengths
         return [np.concatenate(parts).astype(np.float32) for parts in got]
 
@@ -363,6 +376,12 @@ class DecoderRun:
         if KEEP in self.names:
             feeds[KEEP] = np.zeros(1, np.int64)
         return self.session.run(feeds)
+
+
+def columns_of_logits(artifact: Artifact) -> int | None:
+    """How many columns of logits a graph gives that cannot be asked for another number."""
+    shapes = [spec.shape for spec in artifact.manifest.outputs if spec.name == "logits"]
+    return next((s[1] for s in shapes if isinstance(s[1], int)), None)
 
 
 def check_module(artifact: Artifact, source: Any, job: Job) -> Verification:

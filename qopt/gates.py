@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from qopt.errors import GateError, LimitError, UnsupportedError, UsageError
 from qopt.recipe import Gate, Limits, Recipe, percent, size_in_bytes
 from qopt.report import CheckRow
+from qopt.target import find_target
 
 if TYPE_CHECKING:
     from qopt.sources import ModelSource
@@ -18,10 +19,21 @@ HELD_BACK = (
 PROMPT, NEW, ROUNDS = 512, 32, 3  # of the measurement behind a limit on milliseconds
 
 
+def measured(recipe: Recipe) -> bool:
+    """Whether the finished artifact is going to be run."""
+    return recipe.gate != Gate() or recipe.limits != Limits()
+
+
 def refuse_impossible(recipe: Recipe, source: ModelSource) -> None:
     """Refuse, before any work, a gate that nothing could be held to."""
     if recipe.gate == Gate():
         return
+    if recipe.logits == "last" and find_target(recipe.target).format == "torchscript":
+        raise UsageError(
+            "gate: needs the logits of every position",
+            why=f"target {recipe.target} gives what `logits:` says, and that is `last`",
+            todo="write logits: all in the recipe",
+        )
     text = recipe.calibration.text
     if text == "self" or not Path(text).is_file():
         raise UsageError(

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from typing import Any, TextIO
 from pydantic import BaseModel
 
 from qopt.artifact import Artifact
+from qopt.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -305,8 +307,16 @@ def inspect(folder: Path) -> Inspection:
 
 def scripted_ops(path: Path) -> list[str]:
     """The operators that a TorchScript file calls, read from the code in it; no weight is read."""
-    with zipfile.ZipFile(path) as file:
-        code = [file.read(name).decode() for name in file.namelist() if name.endswith(".py")]
+    try:
+        with zipfile.ZipFile(path) as file:
+            code = [file.read(name).decode() for name in file.namelist() if name.endswith(".py")]
+    except (zipfile.BadZipFile, zlib.error, UnicodeDecodeError) as error:
+        raise UsageError(
+            "no TorchScript file",
+            where=str(path),
+            why=str(error),
+            todo="copy or compile the artifact again",
+        ) from None
     return re.findall(r"\b(?:torch|ops\.\w+)\.(\w+)\(", "".join(code))
 
 

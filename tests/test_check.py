@@ -165,8 +165,19 @@ def test_all_probes_are_played_in_a_new_process(compiled: Compiled, tiny: Tiny) 
 def test_a_checker_that_is_not_needed_ends(tiny: Tiny) -> None:
     """A compile that fails, or Ctrl-C, leaves no process behind."""
     with Checker(Job(str(tiny("mistral")[0]), early=True)) as checker:
+        assert checker.process is not None
         assert checker.process.poll() is None
     assert checker.process.returncode is not None
+
+
+@pytest.mark.parametrize("target", ["onnx-cpu", "torchscript-cpu"])
+@pytest.mark.parametrize("sets", [{"skip": ["last-token-logits"]}, {}], ids=str)
+def test_logits_are_compared_where_they_are_given(
+    target: str, sets: dict[str, Any], compiled: Compiled, tiny: Tiny
+) -> None:
+    """All columns, the last alone, or as many as are asked for."""
+    folder = compiled("llama", "low-latency", target=target, **sets)
+    assert checked(folder, tiny("llama")[0]).passed
 
 
 def test_what_goes_wrong_in_the_checking_process_is_told(compiled: Compiled) -> None:

@@ -530,3 +530,10 @@ def test_page() -> None:
     with pytest.raises(UsageError, match="did you mean fake-pass"):
         pages.find("fake-pas", {"fake-pass": FakePass})
     assert "| [fake-pass](#fake-pass) | Do nothing at all. |" in pages.document({"f": FakePass})
+
+
+def test_alone_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    captured = capsys.readouterr()
+    assert "Commands:" in captured.out + captured.err
+    assert "error" not in captured.err

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from qopt.emit.builder import DTYPES
 from qopt.errors import UsageError
-from qopt.weights import LazyWeight, fingerprint, tensor_bytes
+from qopt.weights import LazyWeight, equal_weights, tensor_bytes
 
 DATA = "model.onnx.data"
 INLINE_BYTES = 1024  # a weight up to this size is kept in the graph file
 ALIGN = 64  # of a weight in the data file; larger ones start at a page
 PAGE = 4096
+NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)  # how a file system refuses direct writes
 BLOCK = 8 << 20  # bytes of one direct write
 
 Weights = Iterable[tuple[ir.Value, LazyWeight]]
@@ -126,7 +127,7 @@ class Appender:
         try:
             self.file = os.open(path, flags | self.flag, 0o666)
         except OSError as error:
-            if not self.flag or error.errno != errno.EINVAL:
+            if not self.flag or error.errno not in NOT_DIRECT:
                 raise
             self.flag, self.file = 0, os.open(path, flags, 0o666)
         # Direct writes take whole pages from memory that starts at a page, as that of mmap does.
@@ -167,7 +168,7 @@ class Appender:
             try:
                 data = data[os.write(self.file, data) :]
             except OSError as error:
-                if not self.flag or error.errno != errno.EINVAL:
+                if not self.flag or error.errno not in NOT_DIRECT:
                     raise
                 self._leave_direct()
 
@@ -198,14 +199,12 @@ def aligned(at: int, size: int) -> int:
 
 def pieces(weights: list[tuple[ir.Value, LazyWeight]]) -> Iterator[Piece]:
     """Every weight in pieces, in order; one that equals an earlier one has no data."""
-    seen: dict[Any, list[tuple[ir.Value, LazyWeight]]] = {}
+    made_by = {str(made.name): made for made, _ in weights}
+    same = equal_weights({str(made.name): weight for made, weight in weights})
     for made, weight in weights:
-        key = weight.shape, weight.dtype, fingerprint(weight)
-        twins = [m for m, w in seen.get(key, []) if w is weight or w.digest == weight.digest]
-        if twins:
-            yield Piece(made, weight, None, twin=twins[0])
+        if str(made.name) in same:
+            yield Piece(made, weight, None, twin=made_by[same[str(made.name)]])
             continue
-        seen.setdefault(key, []).append((made, weight))
         rows = 0
         for chunk in weight.chunks():
             rows += chunk.shape[0] if weight.shape else 1

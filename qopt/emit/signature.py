@@ -39,6 +39,8 @@ def output_shape(graph: Graph, name: str, held: Tensor) -> list[int | str | None
         return ["batch_size", *sizes]
     keep = graph.defaults.get("num_logits_to_keep")
     rows: int | str = "sequence_length"
-    if keep is not None and int(keep) > 0:
+    if isinstance(held.shape[1], int):
+        rows = held.shape[1]
+    elif keep is not None and int(keep) > 0:
         rows = int(keep)  # onnxruntime-genai allocates by this number
     return ["batch_size", rows, int(held.shape[-1])]

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from qopt.canonical import targets_of_write, value, written
 from qopt.emit.external_data import Appender, aligned, refuse_overflow
@@ -66,7 +67,6 @@ INFIX = {
     operator.truediv: "/",
     operator.floordiv: "//",
     operator.mod: "%",
-    operator.pow: "**",
     operator.eq: "==",
     operator.ne: "!=",
     operator.lt: "<",
@@ -78,8 +78,9 @@ INFIX = {
 }
 CALLS: dict[Any, str] = {
     operator.neg: "-{}",
-    math.ceil: "math.ceil({})",
-    math.floor: "math.floor({})",
+    operator.pow: "int({} ** {})",
+    math.ceil: "torch.ops.aten.ceil({})",
+    math.floor: "torch.ops.aten.floor({})",
     math.trunc: "int({})",
     torch.sym_max: "max({}, {})",
     torch.sym_min: "min({}, {})",
@@ -87,12 +88,18 @@ CALLS: dict[Any, str] = {
     torch.sym_int: "int({})",
     torch.sym_not: "not {}",
 }
+NO_MEMORY = ("can't allocate memory", "bad_alloc", "MemoryError")
 FULL = ("No space left", "inline_container")  # how torch.jit.save tells of a full disk
 RENAMED = {"sym_size": "size", "sym_numel": "numel", "sym_stride": "stride"}
 
 
-def write_torchscript(graph: Graph, folder: Path, target: Target) -> Written:
-    """Lower `graph` and write it into `folder`.
+def write_torchscript(
+    graph: Graph,
+    folder: Path,
+    target: Target,
+    progress: Callable[[int, int], None] | None = None,
+) -> Written:
+    """Lower `graph` and write it into `folder`; `progress` is told bytes done and in all.
 
     Raises `UnsupportedError` for an op that TorchScript cannot hold.
     """
@@ -105,7 +112,7 @@ def write_torchscript(graph: Graph, folder: Path, target: Target) -> Written:
     kept = {name: weight for name, weight in used.items() if name not in same}
     data = folder / "weights.tmp"
     try:
-        save(folder / FILE, script, data, store(data, kept), same)
+        save(folder / FILE, script, data, store(data, kept, progress), same)
     finally:
         data.unlink(missing_ok=True)
     return Written(
@@ -156,7 +163,7 @@ def has_unknown_size(node: fx.Node) -> bool:
     """Whether a size of the node's result was known only at run time, or follows from one."""
     held = value(node)
     sizes = held.shape if isinstance(held, Tensor) else ()
-    return any(isinstance(s, torch.SymInt) and "u" in str(s.node.expr) for s in sizes)
+    return any(isinstance(size, torch.SymInt) and free_unbacked_symbols(size) for size in sizes)
 
 
 def last_columns(keep: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -290,9 +297,13 @@ class Script:
 # Saving --------------------------------------------------------------------------------------
 
 
-def store(path: Path, weights: dict[str, LazyWeight]) -> dict[str, int]:
+def store(
+    path: Path,
+    weights: dict[str, LazyWeight],
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, int]:
     """Write the weights one after the other; returns where each starts, in bytes."""
-    starts = {}
+    starts, total = {}, sum(weight.nbytes for weight in weights.values())
     with torch.no_grad(), Appender(path, direct=False) as file:
         for name, weight in weights.items():
             starts[name] = aligned(file.size, weight.nbytes)
@@ -301,6 +312,8 @@ def store(path: Path, weights: dict[str, LazyWeight]) -> dict[str, int]:
                 if weight.dtype == torch.float16:
                     refuse_overflow(name, chunk)
                 file.append(tensor_bytes(chunk))
+            if progress is not None:
+                progress(file.size, total)
     return starts
 
 
@@ -320,17 +333,23 @@ def save(
     done = subprocess.run(
         command, input=json.dumps(asdict(job)), capture_output=True, text=True, check=False
     )
-    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    if done.returncode in (-9, 137):
-        raise ResourceError("saving the TorchScript file ran out of memory")
-    if done.returncode and any(text in line for text in FULL for line in lines):
-        raise ResourceError("no space left for the output", where=str(path))
     if done.returncode:
-        raise UnsupportedError(
-            "TorchScript refuses the graph",
-            why=first_error(lines),
-            todo="this is a bug in qopt: report it with the output of the command with --debug",
-        )
+        raise failure(done.returncode, done.stderr, path)
+
+
+def failure(code: int, said: str, path: Path) -> Exception:
+    """What to raise when the saving process ended with an error."""
+    if code in (-9, 137) or any(text in said for text in NO_MEMORY):
+        return ResourceError("saving the TorchScript file ran out of memory")
+    if any(text in said for text in FULL):
+        return ResourceError("no space left for the output", where=str(path))
+    if "artifact.define(" not in said:
+        return RuntimeError(f"the process that saves model.pt ended with {code}: {said.strip()}")
+    return UnsupportedError(
+        "TorchScript refuses the graph",
+        why=first_error(said.strip().splitlines()),
+        todo="this is a bug in qopt: report it with this message",
+    )
 
 
 def first_error(lines: list[str]) -> str:

@@ -47,6 +47,12 @@ def open_session(
     if target == "torchscript-cpu":
         from qopt.runtime.torchscript import TorchSession
 
+        if tuple(providers) != (CPU,):
+            raise UsageError(
+                f"no {', '.join(providers)}",
+                where=str(artifact.folder),
+                why=f"{target} runs in torch, which has no execution providers",
+            )
         return TorchSession(artifact, threads=threads)
     raise UnsupportedError(f"this runtime cannot run target {target}", where=str(artifact.folder))
 

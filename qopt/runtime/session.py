@@ -44,7 +44,7 @@ class Tensor(Protocol):
     """A value that a session keeps where it computes."""
 
     def numpy(self) -> Array:
-        """A copy of it on the host."""
+        """Its values on the host, to be read alone: the memory may be the tensor's own."""
         ...
 
 
