@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -164,7 +165,13 @@ def verify_command(state: State, /, artifact: Path, model: str | None) -> None:
     result = verify(artifact, model)
     state.show(result.to_dict() if state.json else result)
     if not result.passed:
-        raise GateError("the artifact differs from the model", where=str(artifact))
+        failed = [probe.probe for probe in result.probes if not probe.passed]
+        raise GateError(
+            "the artifact differs from the model",
+            where=str(artifact),
+            why=f"{len(failed)} of {len(result.probes)} probes fail, the first is {failed[0]}",
+            todo="compile it again from this model, or name the one it was compiled from",
+        )
 
 
 @command("inspect", "qopt inspect out")
@@ -198,7 +205,7 @@ def inspect_command(state: State, /, artifact: Path) -> None:
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="1 is off.")
 @click.option("--min-p", type=click.FloatRange(0, 1, max_open=True), help="0 is off.")
 @click.option("--repetition-penalty", type=click.FloatRange(0, min_open=True), help="1 is off.")
-@click.option("--seed", type=int, help="Makes a drawn answer repeatable.")
+@click.option("--seed", type=click.IntRange(0), help="Makes a drawn answer repeatable.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text.")
 @click.option("--inputs", type=_path, metavar="FILE.npz", help="Arrays, for any artifact.")
 @click.option("--outputs", type=_path, metavar="FILE.npz", help="Where to write its outputs.")
@@ -263,7 +270,9 @@ def _answer(state: State, model: Model, prompts: list[Any], options: dict[str, A
     if state.json:
         state.show(model.generate(prompts, **options))
     elif len(prompts) == 1:
-        terminal.answer(model, prompts[0], quiet=state.quiet, **options)
+        answer = terminal.answer(model, prompts[0], quiet=state.quiet, **options)
+        if answer.finish_reason == "interrupted":
+            raise click.exceptions.Exit(130)
     else:
         results: list[Result] = model.generate(prompts, **options)
         print("\n\n".join(result.text for result in results))
@@ -278,7 +287,14 @@ def _run_arrays(state: State, model: Model, inputs: Path, outputs: Path | None) 
         with np.load(inputs, allow_pickle=False) as file:
             feeds = dict(file)
     except (OSError, ValueError) as error:
-        raise UsageError("cannot read the inputs", where=str(inputs), why=str(error)) from None
+        # numpy takes whatever it does not know for a pickle, and advises to allow that
+        why = str(error) if isinstance(error, OSError) else "it is no .npz of plain arrays"
+        raise UsageError(
+            "cannot read the inputs",
+            where=str(inputs),
+            why=why,
+            todo="write it with numpy.savez(FILE, NAME=array, ...)",
+        ) from None
     results: dict[str, Any] = model.forward(**feeds)
     if outputs is not None:
         try:
@@ -486,6 +502,7 @@ def run() -> NoReturn:
     At once: taking a captured model down object by object takes longer than a second, and nothing
     is left to be done. Files are synced, child processes have ended.
     """
+    gc.set_threshold(100_000, 50, 100)  # walking a large graph over and over takes 0.7 s of 11
     code = main()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):

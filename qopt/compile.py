@@ -331,11 +331,17 @@ def manifest_of(
         inputs=inputs,
         outputs=outputs,
         shared_buffer=written.shared_buffer,
-        logits=recipe.logits,
+        logits="last" if given_columns(written) else "all",
         preset=recipe.generation.preset,
         weights=weights,
         notes=[*report.notes],
     )
+
+
+def given_columns(written: Written) -> int | None:
+    """How many of its last columns a graph gives where it is not asked for more; None: all."""
+    shapes = [shape for name, _, shape in written.outputs if name == "logits"]
+    return next((shape[1] for shape in shapes if isinstance(shape[1], int)), None)
 
 
 def source_kind(source: ModelSource) -> str:

@@ -91,7 +91,7 @@ def evaluate(
         tokens=len(ids) * (length - 1),
         text_sha256=hashlib.sha256(text).hexdigest(),
         against_perplexity=math.exp(np.mean(other_nll)) if original else None,
-        kl=float(np.mean(kl)) if original else None,
+        kl=max(0.0, float(np.mean(kl))) if original else None,  # rounding may leave -1e-8
         top1=float(np.mean(same)) if original else None,
     )
 

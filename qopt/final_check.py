@@ -159,6 +159,13 @@ def run_job(job: Job, artifact_of: Callable[[], str]) -> Verification:
     if artifact.manifest.model.kind != "decoder":
         return check_module(artifact, source, job)
     reference = early or Reference(source)
+    sizes = artifact.manifest.model.vocab_size, getattr(source.config, "vocab_size", None)
+    if None not in sizes and sizes[0] != sizes[1]:
+        raise GateError(
+            f"the artifact has a vocabulary of {sizes[0]}, the model of {sizes[1]}",
+            where=job.model,
+            why="it was compiled from another model",
+        )
     result = Verification(notes=list(reference.notes))
     probes = list(decoder_probes(artifact, reference, result.notes))
     if artifact.manifest.model.layers and not artifact.manifest.keeps_cache:

@@ -280,12 +280,18 @@ def open_gguf_file(path: Path, weights: bool = True) -> ModelSource:
 def open_function(file: Path, name: str) -> ModelSource:
     """Run `file` and call its function: it gives (module, args) or (module, args, shapes)."""
     where = f"{file}:{name}"
+    if file.suffix != ".py":
+        raise UsageError(
+            "only a .py file is run as code", where=where, todo="give FILE.py:FUNCTION"
+        )
     try:
         function = getattr(_run(file), name, None)
         result = function() if callable(function) else None
     except Exception as error:
         raise UsageError(
-            "the file raised an error", where=where, why=f"{type(error).__name__}: {error}"
+            "the file raised an error",
+            where=where,
+            why=f"{type(error).__name__}: {error}".rstrip(": "),
         ) from error
     if function is None:
         raise UsageError(f"the file has no function {name}", where=str(file))
