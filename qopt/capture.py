@@ -414,8 +414,8 @@ def capture_decoder(source: ModelSource, dtype: torch.dtype) -> Graph:
     # Padding would enter a recurrent state.
     states = any(name.startswith("present_state.") for name in graph.outputs)
     graph.info.ragged = not by_length and not states and rows_are_independent(graph, config)
-    if plain is None:
-        graph.notes.append("it was not seen how the model counts positions: taken as 0, 1, 2, ...")
+    if isinstance(plain, str):
+        graph.notes.append(f"positions are taken as 0, 1, 2, ...: the model was not seen ({plain})")
     if reasons:
         graph.notes.append(f"attention stays as the model writes it ({reasons[0]})")
     return graph

@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 
 from qopt import compat
 from qopt.compat import call_model
-from qopt.export import with_fake_parameters
+from qopt.export import reason_of, with_fake_parameters
 
 
-def default_positions_are_plain(model: PreTrainedModel, config: Any) -> bool | None:
+def default_positions_are_plain(model: PreTrainedModel, config: Any) -> bool | str:
     """Whether the model, given no position ids, counts 0, 1, 2, ... as we would.
 
-    None where that cannot be seen: the model asks for values that are not there.
+    Where that cannot be seen, such as where the model asks for values that are not there: why not.
     """
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return False
@@ -33,8 +33,8 @@ def default_positions_are_plain(model: PreTrainedModel, config: Any) -> bool | N
     except Exception:  # whatever a model does on the way, the run of all layers decides
         try:
             given, counted = integers_met(model, config, True), integers_met(model, config, False)
-        except Exception:
-            return None
+        except Exception as error:
+            return reason_of(error)
     return len(given) == len(counted) and all(
         a == b and same_values(x, y) for (a, x), (b, y) in zip(given, counted, strict=True)
     )
