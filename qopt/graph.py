@@ -234,63 +234,95 @@ class Graph:
         `cache` serves a graph whose KV cache is still implied: keys and values by layer, read and
         extended in place. `load` evaluates a weight.
         """
-        with torch.no_grad():
-            results = _Interpreter(self, {} if cache is None else cache, load).run_graph(inputs)
-        return dict(zip(self.outputs, results, strict=True))
+        return next(self.interpret_all([inputs], [{} if cache is None else cache], load))
+
+    def interpret_all(
+        self,
+        inputs: Sequence[dict[str, Tensor]],
+        caches: Sequence[dict[int, tuple[Tensor, Tensor]]] | None = None,
+        load: Callable[[LazyWeight], Tensor] = LazyWeight.evaluate,
+    ) -> Iterator[dict[str, Tensor]]:
+        """Run the graph on each of `inputs`, all of them node by node, and yield their outputs.
+
+        A node's weights are loaded once for all and let go: beside them only what is alive of every
+        run is in memory. What follows the last weight (the logits) is computed run by run, as the
+        outputs are asked for.
+        """
+        runs = [_Run(given, {} if caches is None else caches[i]) for i, given in enumerate(inputs)]
+        for results in _Interpreter(self, load).run(runs):
+            yield dict(zip(self.outputs, results, strict=True))
+
+
+@dataclass
+class _Run:
+    """One set of inputs on its way through the graph."""
+
+    inputs: dict[str, Tensor]
+    cache: dict[int, tuple[Tensor, Tensor]]
+    env: dict[Node, Any] = field(default_factory=dict)
+    extended: set[int] = field(default_factory=set)  # layers whose new keys are in the cache
 
 
 class _Interpreter:
-    """Runs nodes in order; a value lives until its last user ran."""
+    """Runs nodes in order; a value lives until its last user ran, a weight as long as its node."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        cache: dict[int, tuple[Tensor, Tensor]],
-        load: Callable[[LazyWeight], Tensor],
-    ) -> None:
-        self.graph, self.cache, self.load = graph, cache, load
-        self.env: dict[Node, Any] = {}
-        self.extended: set[int] = set()  # layers whose new keys and values are in the cache
+    def __init__(self, graph: Graph, load: Callable[[LazyWeight], Tensor]) -> None:
+        self.graph, self.load = graph, load
+        self.last = last_uses(graph.fx)
 
-    def run_graph(self, inputs: dict[str, Tensor]) -> list[Tensor]:
-        last = last_uses(self.graph.fx)
-        for node in self.graph.fx.nodes:
-            if node.op == "placeholder":
-                given = inputs.get(node.name, self.graph.defaults.get(node.name))
-                if given is None:
-                    raise GraphError(f"input {node.name} is missing")
-                self.env[node] = given
-            elif node.op == "output":
-                return [self._value(n) for n in node.args[0]]
-            elif node.op != "get_attr":
-                self.env[node] = self._call(node)
-            for dead in last.get(node, ()):
-                self.env.pop(dead, None)
-        raise GraphError("the graph has no output")
+    def run(self, runs: list[_Run]) -> Iterator[list[Tensor]]:
+        nodes = self.graph.nodes
+        readers = [i for i, node in enumerate(nodes) if self._read_by(node)]
+        tail = readers[-1] if readers else len(nodes) - 1
+        for node in nodes[:tail]:
+            held = self._weights(node)
+            for run in runs:
+                self._step(node, run, held)
+        held = {weight: t for node in nodes[tail:] for weight, t in self._weights(node).items()}
+        for run in runs:
+            for node in nodes[tail:-1]:
+                self._step(node, run, held)
+            yield [run.env[n] if n in run.env else held[n] for n in self.graph.results]
+            run.env.clear()
 
-    def _value(self, node: Node) -> Any:
-        """What a node holds; a weight is read anew at each use, so that none outlives its call."""
-        if node.op == "get_attr":
-            return self.load(self.graph.weights[str(node.target)])
-        return self.env[node]
+    def _read_by(self, node: Node) -> list[Node]:
+        return [source for source in node.all_input_nodes if source.op == "get_attr"]
 
-    def _call(self, node: Node) -> Any:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), self._value)
+    def _weights(self, node: Node) -> dict[Node, Tensor]:
+        """The weights that a node reads; read anew at each use, so that none outlives it."""
+        return {n: self.load(self.graph.weights[str(n.target)]) for n in self._read_by(node)}
+
+    def _step(self, node: Node, run: _Run, held: dict[Node, Tensor]) -> None:
+        if node.op == "placeholder":
+            given = run.inputs.get(node.name, self.graph.defaults.get(node.name))
+            if given is None:
+                raise GraphError(f"input {node.name} is missing")
+            run.env[node] = given
+        elif node.op != "get_attr":
+            with torch.no_grad():  # not around a yield, where the caller's code would run inside
+                run.env[node] = self._call(node, run, held)
+        for dead in self.last.get(node, ()):
+            run.env.pop(dead, None)
+
+    def _call(self, node: Node, run: _Run, held: dict[Node, Tensor]) -> Any:
+        args, kwargs = fx.map_arg(
+            (node.args, node.kwargs), lambda n: held[n] if n.op == "get_attr" else run.env[n]
+        )
         if node.target is ATTENTION:
-            return self._attend(args, dict(kwargs))
+            return self._attend(run, args, dict(kwargs))
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
-    def _attend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def _attend(self, run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         q, k, v, mask, *rest = args
         layer = kwargs.pop("layer")
         if k is None:  # another layer's cache is read
             raise GraphError("attention without keys")
-        past_k, past_v = self.cache.get(layer, (None, None))
-        if layer in self.extended:  # a later layer that reads the same cache
+        past_k, past_v = run.cache.get(layer, (None, None))
+        if layer in run.extended:  # a later layer that reads the same cache
             k, v, past_k, past_v = past_k, past_v, None, None
         out, key, value = CACHED_ATTENTION(q, k, v, past_k, past_v, mask, *rest, **kwargs)
-        self.cache[layer] = key, value
-        self.extended.add(layer)
+        run.cache[layer] = key, value
+        run.extended.add(layer)
         return out  # type: ignore[no-any-return]
 
 

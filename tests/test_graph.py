@@ -176,6 +176,26 @@ def test_weights_are_read_at_use_and_freed_after(chain: Graph) -> None:
     assert not live
 
 
+def test_many_inputs_share_one_reading_of_each_weight(chain: Graph) -> None:
+    """All runs go node by node; only what follows the last weight waits until it is asked for."""
+    torch.manual_seed(0)
+    read: list[LazyWeight] = []
+
+    def load(weight: LazyWeight) -> Tensor:
+        read.append(weight)
+        return torch.full((16, 16), 0.5)
+
+    inputs = [{"x": torch.randn(rows, 16)} for rows in (1, 2, 5)]
+    alone = [chain.interpret(given, load=load)["output_0"] for given in inputs]
+    read.clear()
+    runs = chain.interpret_all(inputs, load=load)
+    first = next(runs)["output_0"]
+    assert len(read) == 4
+    found = [first, *(out["output_0"] for out in runs)]
+    assert len(read) == 4
+    assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=True))
+
+
 def test_intermediates_are_freed_after_their_last_use(
     chain: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,9 +204,9 @@ def test_intermediates_are_freed_after_their_last_use(
     held: list[int] = []
     call = module._Interpreter._call
 
-    def count(self: Any, node: Any) -> Any:
-        held.append(sum(isinstance(v, Tensor) for v in self.env.values()))
-        return call(self, node)
+    def count(self: Any, node: Any, run: Any, weights: Any) -> Any:
+        held.append(sum(isinstance(v, Tensor) for v in run.env.values()))
+        return call(self, node, run, weights)
 
     monkeypatch.setattr(module._Interpreter, "_call", count)
     chain.interpret({"x": torch.randn(2, 16)})
