@@ -49,6 +49,11 @@ def op(schema: str, shape: Callable[..., Any] | None = None) -> Callable[[Callab
     return register
 
 
+def run_on(device: str, name: str, implementation: Callable[..., Any]) -> None:
+    """Make `torch.ops.qopt.<name>` call another implementation on one device type (`CUDA`)."""
+    _LIBRARY.impl(name, implementation, device)
+
+
 def visible(mask: Tensor, new: int, causal: bool, window: int | None) -> Tensor:
     """Which of T keys each of the last `new` positions sees: bool (B, 1, S, T).
 
@@ -261,6 +266,49 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def gated(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     """`activation(gate) * up`, the gate of a gated MLP: silu, gelu, or gelu_tanh. Shazeer 2020."""
     return ACTIVATIONS[activation](gate) * up
+
+
+@op("softmax(Tensor x, Tensor? mask=None) -> Tensor", like_first)
+def softmax(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Softmax over the last dimension of x, computed in fp32, of the elements that a mask keeps.
+
+    `mask` is bool and broadcasts to x's shape. What it drops becomes 0, as does -inf; a row without
+    any element left is 0, not NaN.
+    """
+    wide = x.float()
+    if mask is not None:
+        wide = wide.masked_fill(~mask, float("-inf"))
+    top = wide.amax(-1, keepdim=True) if x.shape[-1] else wide.sum(-1, keepdim=True)
+    powers = torch.exp(wide - top.masked_fill(top == float("-inf"), 0.0))
+    total = powers.sum(-1, keepdim=True)
+    return (powers / total.masked_fill(total == 0.0, 1.0)).to(x.dtype)
+
+
+@op(
+    "rotary_from_positions(Tensor q, Tensor k, Tensor positions, Tensor inv_freq, "
+    "float scaling=1.0, bool interleaved=False) -> (Tensor, Tensor)",
+    lambda q, k, *_, **__: (torch.empty_like(q), torch.empty_like(k)),
+)
+def rotary_from_positions(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    inv_freq: Tensor,
+    scaling: float = 1.0,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`rotary` of q (B, H, S, D) and k (B, K, S, D) by angles computed here, with no table.
+
+    Angles are `positions * inv_freq` in fp32: int64 (B or 1, S) times fp32 (R), R at most D / 2.
+    cos and sin are multiplied by `scaling` (yarn, longrope) and rounded to the type of q. Every
+    rope type comes down to its `inv_freq` and `scaling`. Su et al. 2021.
+    """
+    angles = positions[:, :, None].float() * inv_freq.float()
+    cos, sin = (angles.cos() * scaling).to(q.dtype), (angles.sin() * scaling).to(q.dtype)
+    return (
+        rotary.reference(q, cos, sin, interleaved),
+        rotary.reference(k, cos, sin, interleaved),
+    )
 
 
 @op("last_tokens(Tensor x, Tensor mask, Tensor n) -> Tensor")

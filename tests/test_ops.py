@@ -168,6 +168,36 @@ def test_rotation_by_complex_numbers(interleaved: bool) -> None:
     assert torch.equal(got[..., 8:], x[..., 8:])
 
 
+def rates(pairs: int) -> Tensor:
+    return 1e4 ** -(torch.arange(pairs) / pairs)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rotation_from_positions(interleaved: bool, dtype: torch.dtype) -> None:
+    """B06: the table of transformers' rotary embedding, at far positions too, partly rotated."""
+    q, k = torch.randn(2, 4, 3, 12).to(dtype), torch.randn(2, 2, 3, 12).to(dtype)
+    positions = torch.tensor([[0, 7, 100_000], [3, 4, 5]])
+    angles = positions[:, :, None].float() @ rates(4)[None, None, :]
+    cos, sin = (angles.cos() * 1.5).to(dtype), (angles.sin() * 1.5).to(dtype)
+    got = OPERATIONS.rotary_from_positions(q, k, positions, rates(4), 1.5, interleaved)
+    for x, turned in zip((q, k), got, strict=True):
+        assert torch.equal(turned, OPERATIONS.rotary(x, cos, sin, interleaved))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_softmax(dtype: torch.dtype) -> None:
+    x = (torch.randn(2, 5, 9) * 8).to(dtype)
+    torch.testing.assert_close(OPERATIONS.softmax(x), x.softmax(-1))
+    mask = torch.rand(5, 9) < 0.7
+    mask[1] = False
+    want = x.double().masked_fill(~mask, float("-inf")).softmax(-1).nan_to_num(0.0)
+    torch.testing.assert_close(OPERATIONS.softmax(x, mask), want.to(dtype))
+    x[0, 0] = float("-inf")
+    assert torch.equal(OPERATIONS.softmax(x)[0, 0], torch.zeros(9, dtype=dtype))
+    assert OPERATIONS.softmax(x[..., :0]).shape == (2, 5, 0)
+
+
 def test_last_tokens() -> None:
     x = torch.arange(2 * 4).float().view(2, 4, 1)
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0]])  # 2 cached, 4 new
@@ -230,6 +260,11 @@ ARGUMENTS: dict[str, Any] = {
         {},
     ),
     "rotary": lambda: ([torch.randn(2, 3, 5, 12), torch.rand(1, 5, 4), torch.rand(1, 5, 4)], {}),
+    "rotary_from_positions": lambda: (
+        [torch.randn(2, 3, 5, 12), torch.randn(2, 1, 5, 12), torch.randint(9, (2, 5)), rates(4)],
+        {},
+    ),
+    "softmax": lambda: ([torch.randn(2, 3, 8).half(), torch.rand(3, 1) < 0.5], {}),
     "gated": lambda: ([torch.randn(2, 8), torch.randn(2, 8), "gelu"], {}),
     "experts": lambda: (
         [
@@ -244,6 +279,13 @@ ARGUMENTS: dict[str, Any] = {
         {"activation": "silu"},
     ),
 }
+
+
+@pytest.mark.parametrize("name", sorted(ARGUMENTS))
+def test_torch_takes_it_for_an_op(name: str) -> None:
+    """Schema, fake function and dispatch hold together, and no result shares an input's memory."""
+    args, kwargs = ARGUMENTS[name]()
+    torch.library.opcheck(OPS[name].target, args, kwargs)
 
 
 @pytest.mark.parametrize("name", sorted(ARGUMENTS))
