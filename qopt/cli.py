@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import signal
 import sys
@@ -77,8 +78,15 @@ _COMMON = (
 Function = Callable[..., None]
 
 
+def _common(function: Function) -> Function:
+    for option in reversed(_COMMON):
+        function = option(function)
+    return function
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="qopt")
+@_common
 def cli() -> None:
     """Compile language models: trace, rewrite, emit, and prove right before shipping."""
 
@@ -87,12 +95,22 @@ def command(name: str, example: str) -> Callable[[Function], click.Command]:
     """A command with the common flags and an example in its help."""
 
     def decorate(function: Function) -> click.Command:
-        for option in reversed(_COMMON):
-            function = option(function)
         lines = "\n".join(f"  {line}" for line in example.splitlines())
-        return cli.command(name, epilog=f"\b\nExample:\n{lines}")(function)
+        return cli.command(name, epilog=f"\b\nExample:\n{lines}")(_common(function))
 
     return decorate
+
+
+class _Finite(click.FloatRange):
+    """A float within a range; nan passes every comparison, and infinity most."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number", param, ctx)
+        return number
 
 
 _path = click.Path(path_type=Path)
@@ -200,11 +218,11 @@ def inspect_command(state: State, /, artifact: Path) -> None:
 @click.option("--system", help="The system message of a chat.")
 @click.option("--preset", type=click.Choice(["low-latency", "high-quality"]))
 @click.option("--max-new-tokens", type=click.IntRange(1))
-@click.option("--temperature", type=click.FloatRange(0), help="0 is greedy.")
+@click.option("--temperature", type=_Finite(0), help="0 is greedy.")
 @click.option("--top-k", type=click.IntRange(0), help="Draw from so many; 0 is off.")
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="1 is off.")
-@click.option("--min-p", type=click.FloatRange(0, 1, max_open=True), help="0 is off.")
-@click.option("--repetition-penalty", type=click.FloatRange(0, min_open=True), help="1 is off.")
+@click.option("--top-p", type=_Finite(0, 1, min_open=True), help="1 is off.")
+@click.option("--min-p", type=_Finite(0, 1, max_open=True), help="0 is off.")
+@click.option("--repetition-penalty", type=_Finite(0, min_open=True), help="1 is off.")
 @click.option("--seed", type=click.IntRange(0), help="Makes a drawn answer repeatable.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text.")
 @click.option("--inputs", type=_path, metavar="FILE.npz", help="Arrays, for any artifact.")
@@ -227,29 +245,48 @@ def run_command(
     """Run an artifact: answer prompts, chat, or feed it arrays."""
     from qopt.runtime import load, terminal
 
+    texts = [*prompts, *map(_read_prompt, prompt_file)]
+    _refuse_clashes(texts, inputs, outputs, chat, state)
     with state.progress().step("loading"):
         model = load(artifact, threads=threads)
     options["stop"] = options["stop"] or None
-    texts = [*prompts, *map(_read_prompt, prompt_file)]
     if inputs is not None:
         _run_arrays(state, model, inputs, outputs)
     elif model.info.kind != "decoder":
         raise UsageError("this artifact is no decoder", todo="give its inputs: --inputs FILE.npz")
     elif texts:
         _answer(state, model, [_prompt(model, text, chat, system) for text in texts], options)
-    elif chat is False:
-        raise UsageError("--raw needs a prompt", todo="give --prompt TEXT or --prompt-file FILE")
-    elif state.json:
-        raise UsageError("--json needs a prompt", todo="give --prompt TEXT or --prompt-file FILE")
     else:
         terminal.chat(model, system=system, quiet=state.quiet, **options)
+
+
+def _refuse_clashes(
+    texts: list[str], inputs: Path | None, outputs: Path | None, chat: bool | None, state: State
+) -> None:
+    """Refuse flags that would be ignored, before the model is loaded."""
+    if inputs is not None:
+        if texts:
+            raise UsageError("--inputs takes no prompt beside it", todo="leave one of them out")
+    elif outputs is not None:
+        raise UsageError(
+            "--outputs needs --inputs",
+            why="it is for what the model computes from arrays; an answer goes to stdout",
+            todo="give --inputs FILE.npz, or leave --outputs out",
+        )
+    elif not texts and (chat is False or state.json):
+        raise UsageError(
+            f"{'--raw' if chat is False else '--json'} needs a prompt",
+            todo="give --prompt TEXT or --prompt-file FILE",
+        )
 
 
 def _read_prompt(file: Any) -> str:
     try:
         return str(file.read()).removesuffix("\n")
     except UnicodeDecodeError as error:
-        raise UsageError("the prompt is not UTF-8", where=file.name, why=str(error)) from None
+        raise UsageError(
+            "the prompt is not UTF-8", where=file.name, why=str(error), todo="save it as UTF-8"
+        ) from None
 
 
 def _prompt(model: Model, text: str, chat: bool | None, system: str | None) -> Any:
@@ -258,7 +295,11 @@ def _prompt(model: Model, text: str, chat: bool | None, system: str | None) -> A
         chat = model.tokenizer.has_chat_template
     if not chat:
         if system is not None:
-            raise UsageError("--system needs a chat template, and the prompt is taken as it is")
+            raise UsageError(
+                "--system needs a chat template",
+                why="--raw, or an artifact without a template, takes the prompt as it is",
+                todo="write it into the prompt, or leave --system out",
+            )
         return text
     before = [{"role": "system", "content": system}] if system is not None else []
     return [*before, {"role": "user", "content": text}]
@@ -299,9 +340,14 @@ def _run_arrays(state: State, model: Model, inputs: Path, outputs: Path | None) 
     if outputs is not None:
         try:
             np.savez(outputs, **results)
-        except FileNotFoundError as error:
-            raise UsageError(
-                "cannot write the outputs", where=str(outputs), why=str(error)
+        except OSError as error:
+            from qopt.artifact import resource_error
+
+            raise resource_error(error) or UsageError(
+                "cannot write the outputs",
+                where=str(outputs),
+                why=error.strerror,
+                todo="give --outputs a file in a folder that is there",
             ) from None
     if state.json or not state.quiet:
         shapes = {name: f"{a.dtype} {list(a.shape)}" for name, a in results.items()}
@@ -424,7 +470,9 @@ def doctor_command(state: State) -> None:
     findings = examine()
     state.show(findings)
     if findings.problems:
-        raise UsageError("; ".join(findings.problems))
+        raise UsageError(
+            "; ".join(findings.problems), todo="mend that, then run `qopt doctor` again"
+        )
 
 
 # --- errors and exit codes -------------------------------------------------------------------
@@ -433,6 +481,7 @@ def doctor_command(state: State) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     state = State()
+    given = sys.argv[1:] if arguments is None else arguments
     if threading.current_thread() is threading.main_thread():
         # as an exception, so that what was half written is removed
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -444,6 +493,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
+        if isinstance(error, click.UsageError):  # parsing ended there: a flag may stand behind it
+            state.json |= "--json" in given
+            state.debug |= "--debug" in given
         if state.debug:
             traceback.print_exc()
         return _tell(error, state)

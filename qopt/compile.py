@@ -50,6 +50,10 @@ class CompileResult:
     report: Report
     notes: list[str] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        counts = f"{len(self.report.checks)} checks passed, {len(self.notes)} notes"
+        return f"<CompileResult {self.out}: {counts}>"
+
 
 def compile(
     model: str,

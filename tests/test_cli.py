@@ -180,6 +180,54 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
     assert "Traceback" not in captured.err
 
 
+@pytest.mark.parametrize(
+    "arguments", [["--json", "recipes", "basline"], ["--json"], ["bake", "--json"], ["--json", "x"]]
+)
+def test_json_stands_anywhere(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert json.loads(captured.out)["error"]["todo"]
+
+
+def test_flags_before_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--json", "recipes"]) == 0
+    assert "low-latency" in json.loads(capsys.readouterr().out)
+    failing(monkeypatch, ValueError("odd"))
+    assert main(["--debug", "inspect", "x"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+INTERRUPTED = """
+import sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == {name!r}:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+from qopt.__main__ import run
+sys.argv[1:] = ["inspect", "x"]
+run()
+"""
+
+
+@pytest.mark.parametrize("name", ["click", "pydantic"])
+def test_an_interrupt_while_importing(name: str) -> None:
+    script = INTERRUPTED.format(name=name)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 130
+    assert result.stderr.strip() in ("", "interrupted")
+
+
+def test_as_a_module() -> None:
+    command = [sys.executable, "-m", "qopt", "recipes", "basline"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: no recipe 'basline'")
+
+
 def test_a_terminated_command_cleans_up(tmp_path: Path) -> None:
     code = """
 import sys, time
@@ -244,6 +292,42 @@ def test_run_refuses_what_it_cannot(
     for name in ("bad.npz", "absent.npz"):
         assert main(["run", str(artifact), "--inputs", str(tmp_path / name)]) == 2
         assert "cannot read the inputs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--outputs", "y.npz"], "--outputs needs --inputs"),
+        (["--inputs", "x.npz", "--prompt", "hello"], "--inputs takes no prompt"),
+        (["--json"], "--json needs a prompt"),
+        *(
+            ([f"--{name}", value, "--prompt", "x"], f"'--{name}': {value} is no finite number")
+            for name, value in [
+                ("temperature", "inf"),
+                ("temperature", "nan"),
+                ("top-p", "nan"),
+                ("repetition-penalty", "inf"),
+            ]
+        ),
+        (["--temperature", "-1", "--prompt", "x"], "-1.0 is not in the range"),
+    ],
+)
+def test_run_refuses_flags_before_it_loads(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "nowhere", *flags]) == 2
+    told = json.loads(capsys.readouterr().out) if "--json" in flags else capsys.readouterr().err
+    assert words in str(told)
+    assert "do:" in str(told) or "todo" in str(told)
+
+
+def test_outputs_that_cannot_be_written(
+    artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.savez(tmp_path / "in.npz", x=np.ones((1, 2), np.float32))
+    arguments = ["run", str(artifact), "--inputs", str(tmp_path / "in.npz")]
+    assert main([*arguments, "--outputs", str(tmp_path / "no" / "y.npz")]) == 2
+    assert "cannot write the outputs" in capsys.readouterr().err
 
 
 class FakeModel:

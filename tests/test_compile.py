@@ -14,8 +14,9 @@ from ruamel.yaml import YAML
 import qopt
 from qopt.artifact import read_manifest
 from qopt.cli import main
-from qopt.compile import compile
+from qopt.compile import CompileResult, compile
 from qopt.errors import UsageError
+from qopt.report import Report
 
 Tiny = Callable[..., tuple[Path, Any]]
 Distance = Callable[..., float]
@@ -251,3 +252,8 @@ def test_python_api(tiny: Tiny, tmp_path: Path) -> None:
     model = qopt.load(result.out)
     (answer,) = model.generate_ids([[3, 4, 5]], max_new_tokens=4)
     assert 1 <= len(answer.tokens) <= 4
+
+
+def test_a_result_is_told_in_a_line(tmp_path: Path) -> None:
+    result = CompileResult(tmp_path / "out", Report(notes=["one"]), ["one"])
+    assert repr(result) == f"<CompileResult {tmp_path / 'out'}: 0 checks passed, 1 notes>"
