@@ -91,12 +91,14 @@ def cli() -> None:
     """Compile language models: trace, rewrite, emit, and prove right before shipping."""
 
 
-def command(name: str, example: str) -> Callable[[Function], click.Command]:
-    """A command with the common flags and an example in its help."""
+def command(
+    name: str, example: str, make: Callable[..., Any] = cli.command
+) -> Callable[[Function], Any]:
+    """A command with the common flags and an example in its help; `make` makes other kinds."""
 
-    def decorate(function: Function) -> click.Command:
+    def decorate(function: Function) -> Any:
         lines = "\n".join(f"  {line}" for line in example.splitlines())
-        return cli.command(name, epilog=f"\b\nExample:\n{lines}")(_common(function))
+        return make(name, epilog=f"\b\nExample:\n{lines}")(_common(function))
 
     return decorate
 
@@ -413,6 +415,35 @@ def passes_command(
     else:
         page = pages.find(name, registry)
         state.show(page) if state.json else print(page.text, end="")
+
+
+@command(
+    "kernels",
+    "qopt kernels\nqopt kernels build --arch sm_90 -o cubins",
+    partial(cli.group, invoke_without_command=True),
+)
+@click.pass_context
+@pass_state
+def kernels_group(state: State, context: click.Context) -> None:
+    """List the ops with their kernels and what each accepts, or build the kernels."""
+    from qopt.kernel_build import listing
+
+    if context.invoked_subcommand is None:
+        state.show(listing())
+
+
+@command("build", "qopt kernels build --arch sm_90 -o cubins", kernels_group.command)
+@click.option("--arch", required=True, help="sm_80, sm_90, sm_100 or gfx942.")
+@click.option("-o", "--out", required=True, type=_path, help="Folder for binaries and their index.")
+@click.option("--op", help="Build the kernels of one op alone.")
+@pass_state
+def kernels_build_command(state: State, arch: str, out: Path, op: str | None) -> None:
+    """Compile every shipped form of the kernels ahead of time; no GPU is needed."""
+    from qopt.kernel_build import build
+
+    with state.progress().step("building") as advance:
+        report = build(arch, out, op, lambda _: advance(1))
+    state.show(report)
 
 
 @command("recipes", "qopt recipes low-latency")

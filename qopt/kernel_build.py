@@ -1,0 +1,349 @@
+"""Kernels compiled ahead of time: what `qopt kernels` lists and `qopt kernels build` writes.
+
+No GPU is needed. Registers, shared memory and spills are read from the binary itself: from a cubin
+by the cuobjdump in the Triton wheel, from an hsaco out of the notes of its ELF file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qopt import __version__, kernel
+from qopt.errors import UnsupportedError, UsageError
+from qopt.kernel import ARCHITECTURES, Form, Kernel
+from qopt.recipe import did_you_mean
+from qopt.report import Table
+
+# Bytes of shared memory that one program may take. What sm_80 takes also serves sm_86, sm_89 and
+# sm_12x, which have less.
+SHARED_LIMITS = {"sm_80": 101_376, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
+INDEX = "kernels.json"
+CALL = (
+    "The arguments in their order, then two pointers, to global scratch and to profile scratch, "
+    "null where `global_scratch` is 0. One program of `threads` threads for each place of the "
+    "grid, with `shared` bytes of dynamic shared memory. What `multiples_of_16` names must be one."
+)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a program takes: registers a thread, bytes of shared memory, bytes spilled a thread."""
+
+    registers: int
+    shared: int
+    spills: int
+
+
+@dataclass(frozen=True)
+class Built:
+    """One form, compiled for one architecture."""
+
+    op: str
+    kernel: str
+    arch: str
+    form: Form
+    binary: bytes
+    symbol: str
+    threads: int
+    scratch: int  # bytes of global memory that a program wants beside its arguments
+    resources: Resources
+
+    @property
+    def file(self) -> str:
+        """Its file's name, which tells the forms of an op apart."""
+        types = "-".join(dict.fromkeys(t.strip("*") for _, t in self.form.types if "*" in t))
+        constants = "-".join(f"{k.lower()}_{_plain(v)}" for k, v in self.form.constants)
+        suffix = "hsaco" if self.arch.startswith("gfx") else "cubin"
+        return f"{self.form.function.strip('_')}.{types}.{constants}.{suffix}"
+
+    def entry(self) -> dict[str, Any]:
+        """Its entry in the index."""
+        return {
+            "file": self.file,
+            "op": self.op,
+            "kernel": self.kernel,
+            "symbol": self.symbol,
+            "arguments": [{"name": name, "type": kind} for name, kind in self.form.types],
+            "constants": dict(self.form.constants),
+            "multiples_of_16": [*(n for n, t in self.form.types if "*" in t), *self.form.aligned],
+            "grid": self.form.grid,
+            "threads": self.threads,
+            "global_scratch": self.scratch,
+            "registers": self.resources.registers,
+            "shared": self.resources.shared,
+            "spills": self.resources.spills,
+        }
+
+
+def _plain(value: Any) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+# --- listing ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """An implementation of an op."""
+
+    op: str
+    implementation: str
+    forms: int
+    accepts: str
+
+
+@dataclass
+class Listing:
+    """Every dialect op and what implements it; `missing` tells why kernels cannot be loaded."""
+
+    missing: str | None
+    kernels: list[Row]
+
+    def tables(self) -> list[Table]:
+        """One row an implementation; the reference comes last, as in dispatch."""
+        rows = [(r.op, r.implementation, r.forms or "", r.accepts) for r in self.kernels]
+        notes = (
+            [Table("", ("kernels cannot be loaded",), [(self.missing,)])] if self.missing else []
+        )
+        return [*notes, Table("", ("op", "implementation", "forms", "accepts"), rows)]
+
+
+def listing() -> Listing:
+    """The dialect ops, their kernels in the order of dispatch, and what each accepts."""
+    from qopt.ops import OPS
+
+    missing = kernel.load()
+    rows = []
+    for name in sorted(OPS):
+        for one in kernel.KERNELS.get(name, []):
+            rows.append(Row(name, one.name, len(list(one.forms("sm_90"))), one.accepts))
+        rows.append(Row(name, "reference", 0, "Everything, in torch."))
+    return Listing(missing, rows)
+
+
+# --- building --------------------------------------------------------------------------------
+
+
+@dataclass
+class Report:
+    """What was built, and where it lies."""
+
+    arch: str
+    folder: str
+    kernels: list[dict[str, Any]]
+
+    def tables(self) -> list[Table]:
+        """For each op and kernel: forms, and the most that any of them takes."""
+        groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for entry in self.kernels:
+            groups.setdefault((entry["op"], entry["kernel"]), []).append(entry)
+        most = [
+            (
+                *key,
+                len(group),
+                *(max(e[k] for e in group) for k in ("registers", "shared", "spills")),
+            )
+            for key, group in groups.items()
+        ]
+        columns = ("op", "kernel", "forms", "registers", "shared", "spills")
+        return [Table(f"{self.arch}, the most of each", columns, most)]
+
+
+def build(
+    arch: str,
+    folder: Path,
+    only: str | None = None,
+    step: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Compile every form of every kernel (or of one op) into `folder`, with an index beside them.
+
+    `step` hears each file's name. Raises `UsageError` where the architecture
+    or op is unknown or the folder holds other files, `UnsupportedError` without Triton.
+    """
+    if arch not in ARCHITECTURES:
+        raise UsageError(
+            f"no kernels are built for {arch}", todo=f"use one of: {', '.join(ARCHITECTURES)}"
+        )
+    ready()
+    if only is not None and only not in kernel.KERNELS:
+        raise UsageError(
+            f"no kernel of op {only!r}{did_you_mean(only, kernel.KERNELS)}",
+            todo="`qopt kernels` lists them",
+        )
+    if folder.exists() and any(folder.iterdir()) and not (folder / INDEX).is_file():
+        raise UsageError("the folder holds other files", where=str(folder), todo="name another")
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = []
+    for one, form in all_forms(arch, only):
+        built = compile_form(one, form, arch)
+        step(built.file)
+        (folder / built.file).write_bytes(built.binary)
+        entries.append(built.entry())
+    written = {"schema": 1, "qopt": __version__, "arch": arch, "call": CALL, "kernels": entries}
+    (folder / INDEX).write_text(json.dumps(written, indent=1) + "\n")
+    return Report(arch, str(folder), entries)
+
+
+def ready() -> None:
+    """Raise `UnsupportedError` where kernels cannot be compiled here."""
+    reason = kernel.load()
+    if reason is not None:
+        raise UnsupportedError("kernels cannot be built here", why=reason)
+    if kernel.interpreting():
+        raise UnsupportedError(
+            "kernels cannot be built here",
+            why="TRITON_INTERPRET is set, and Triton then has no compiler",
+            todo="unset TRITON_INTERPRET",
+        )
+
+
+def all_forms(arch: str, only: str | None = None) -> Iterator[tuple[Kernel, Form]]:
+    """Every shipped form for an architecture, each once, with a kernel that launches it."""
+    seen: set[Form] = set()
+    for name in sorted(kernel.KERNELS):
+        if only in (None, name):
+            for one in kernel.KERNELS[name]:
+                for form in one.forms(arch):
+                    if form not in seen:
+                        seen.add(form)
+                        yield one, form
+
+
+def compile_form(one: Kernel, form: Form, arch: str) -> Built:
+    """Compile one form for one architecture."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    jit = kernel.JITS[form.function]
+    constants = dict(form.constants)
+    if "WIDE" in jit.arg_names:
+        constants["WIDE"] = False
+    types = dict(form.types)
+    signature = {name: types.get(name, "constexpr") for name in jit.arg_names}
+    aligned = {n for n, t in form.types if t.startswith("*")} | set(form.aligned)
+    attributes = {
+        (i,): [["tt.divisibility", 16]] for i, n in enumerate(jit.arg_names) if n in aligned
+    }
+    source = ASTSource(jit, signature=signature, constexprs=constants, attrs=attributes)
+    nvidia = arch.startswith("sm_")
+    target = GPUTarget("cuda", int(arch[3:]), 32) if nvidia else GPUTarget("hip", arch, 64)
+    options = {"num_warps": form.warps, "num_stages": form.stages, "enable_fp_fusion": True}
+    knobs = triton.knobs.compilation
+    lines, knobs.disable_line_info = (
+        knobs.disable_line_info,
+        True,
+    )  # else it names the source's home
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compiled = triton.compile(source, target=target, options=options)
+    finally:
+        knobs.disable_line_info = lines
+    binary: bytes = compiled.asm["cubin" if nvidia else "hsaco"]
+    metadata = compiled.metadata
+    return Built(
+        one.op.name,
+        one.name,
+        arch,
+        form,
+        binary,
+        metadata.name,
+        form.warps * target.warp_size,
+        getattr(metadata, "global_scratch_size", 0),
+        cubin_resources(binary, metadata.shared)
+        if nvidia
+        else hsaco_resources(binary, metadata.shared),
+    )
+
+
+def cubin_resources(binary: bytes, shared: int) -> Resources:
+    """What cuobjdump finds; dynamic shared memory, which it does not know, is given.
+
+    Any stack frame counts as spilled: these kernels have no arrays of their own.
+    """
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        told = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "-res-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    found = {key: int(value) for key, value in re.findall(r"\b([A-Z]+):(\d+)", told)}
+    return Resources(found["REG"], max(shared, found["SHARED"]), found["STACK"] + found["LOCAL"])
+
+
+def hsaco_resources(binary: bytes, shared: int) -> Resources:
+    """What the note NT_AMDGPU_METADATA says of the one kernel; dynamic shared memory is given."""
+    (found,) = amdgpu_metadata(binary)["amdhsa.kernels"]
+    spilled = 4 * found[".vgpr_spill_count"]
+    return Resources(
+        found[".vgpr_count"],
+        max(shared, found[".group_segment_fixed_size"]),
+        max(spilled, found[".private_segment_fixed_size"]),
+    )
+
+
+def amdgpu_metadata(elf: bytes) -> dict[str, Any]:
+    """The MessagePack map in an ELF file's AMDGPU note (LLVM, "User Guide for AMDGPU Backend")."""
+    (start,) = struct.unpack_from("<Q", elf, 0x20)
+    size, count = struct.unpack_from("<HH", elf, 0x36)
+    for header in range(start, start + size * count, size):
+        (kind,) = struct.unpack_from("<I", elf, header)
+        (at,) = struct.unpack_from("<Q", elf, header + 8)
+        if kind == 4:  # PT_NOTE
+            names, _, note = struct.unpack_from("<III", elf, at)
+            if note == 32 and elf[at + 12 : at + 18] == b"AMDGPU":
+                found, _ = _unpacked(elf, at + 12 + (names + 3) // 4 * 4)
+                return dict(found)
+    raise ValueError("no AMDGPU metadata in this file")
+
+
+def _unpacked(data: bytes, at: int) -> tuple[Any, int]:
+    """One MessagePack value and where the next begins; only what LLVM writes into these notes."""
+    code = data[at]
+    at += 1
+    if code < 0x80:
+        return code, at
+    if code in _FIXED:
+        return _FIXED[code], at
+    if code in _NUMBERS:
+        layout = _NUMBERS[code]
+        return struct.unpack_from(layout, data, at)[0], at + struct.calcsize(layout)
+    if code in _LENGTHS:
+        kind, layout = _LENGTHS[code]
+        (length,) = struct.unpack_from(layout, data, at)
+        at += struct.calcsize(layout)
+    else:
+        kind, length = next((k, code - low) for low, high, k in _SHORT if low <= code < high)
+    if kind == "text":
+        return data[at : at + length].decode(), at + length
+    values = []
+    for _ in range(length * (2 if kind == "map" else 1)):
+        value, at = _unpacked(data, at)
+        values.append(value)
+    return (dict(zip(values[::2], values[1::2], strict=True)) if kind == "map" else values), at
+
+
+_FIXED = {0xC0: None, 0xC2: False, 0xC3: True}
+_NUMBERS = {0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q", 0xD0: ">b", 0xD1: ">h", 0xD2: ">i"}
+_LENGTHS = {
+    0xD9: ("text", ">B"),
+    0xDA: ("text", ">H"),
+    0xDC: ("list", ">H"),
+    0xDE: ("map", ">H"),
+}
+_SHORT = ((0x80, 0x90, "map"), (0x90, 0xA0, "list"), (0xA0, 0xC0, "text"))

@@ -1,0 +1,140 @@
+"""Ahead of time: what is launched is what is built, for each architecture, without a spill."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from qopt import kernel, kernel_build
+from qopt.cli import State, cli
+from qopt.errors import UnsupportedError, UsageError
+from qopt.kernel import ARCHITECTURES, Form
+
+
+def first_forms(arch: str) -> list[tuple[kernel.Kernel, Form]]:
+    """One form of each jit function."""
+    found: dict[str, tuple[kernel.Kernel, Form]] = {}
+    for one, form in kernel_build.all_forms(arch):
+        found.setdefault(form.function, (one, form))
+    return list(found.values())
+
+
+def check(one: kernel.Kernel, form: Form, arch: str) -> str | None:
+    """What is wrong with a build; None where nothing is."""
+    built = kernel_build.compile_form(one, form, arch)
+    if built.resources.spills:
+        return f"{built.file} spills {built.resources.spills} bytes"
+    if built.resources.shared > kernel_build.SHARED_LIMITS[arch]:
+        return f"{built.file} wants {built.resources.shared} bytes of shared memory"
+    if not 0 < built.resources.registers <= 512:
+        return f"{built.file} has {built.resources.registers} registers"
+    return None
+
+
+@pytest.fixture(autouse=True)
+def ready() -> None:
+    kernel_build.ready()
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+def test_one_form_of_each_function_builds(arch: str) -> None:
+    faults = [fault for one, form in first_forms(arch) if (fault := check(one, form, arch))]
+    assert not faults
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_no_shipped_form_spills(arch: str) -> None:
+    faults = [
+        fault for one, form in kernel_build.all_forms(arch) if (fault := check(one, form, arch))
+    ]
+    assert not faults
+
+
+@pytest.mark.parametrize(("arch", "block"), [("sm_90", 16384), ("gfx942", 32768)])
+def test_a_spill_is_seen(arch: str, block: int) -> None:
+    """The rule above would be empty if binaries were misread: a row too long for one warp."""
+    one = kernel.KERNELS["softmax"][0]
+    form = next(iter(one.forms(arch)))
+    constants = (("BLOCK", block), ("MASKED", False), ("WHOLE", True))
+    wide = Form(form.function, form.types, constants, 1, 1, aligned=form.aligned)
+    assert "spills" in (check(one, wide, arch) or "")
+
+
+def test_the_folder(tmp_path: Path) -> None:
+    out = tmp_path / "cubins"
+    done = CliRunner().invoke(
+        cli,
+        ["kernels", "build", "--arch", "sm_90", "-o", str(out), "--op", "gated", "--json"],
+        obj=State(),
+    )
+    assert done.exit_code == 0, done.output
+    index = json.loads((out / "kernels.json").read_text())
+    assert {k["op"] for k in index["kernels"]} == {"gated"}
+    assert {p.name for p in out.iterdir()} == {
+        "kernels.json",
+        *(k["file"] for k in index["kernels"]),
+    }
+    entry = index["kernels"][0]
+    assert entry["arguments"][0] == {"name": "gate_ptr", "type": "*fp32"}
+    assert entry["grid"] == "(rows, ceil(width / BLOCK), 1)"
+    assert entry["spills"] == 0
+    assert entry["registers"] > 8
+    first = {p.name: p.read_bytes() for p in out.iterdir()}
+    kernel_build.build("sm_90", out, "gated")
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == first, "the same bytes each time"
+    assert not any(os.fsencode(Path.cwd()) in data for data in first.values())
+
+
+def test_the_listing() -> None:
+    done = CliRunner().invoke(cli, ["kernels", "--json"], obj=State())
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.output)["kernels"]
+    gated = [row for row in rows if row["op"] == "gated"]
+    assert [row["implementation"] for row in gated] == ["triton", "reference"]
+    assert "Rows of any stride" in gated[0]["accepts"]
+
+
+def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="no kernels are built for sm_70"):
+        kernel_build.build("sm_70", tmp_path)
+    with pytest.raises(UsageError, match="no kernel of op 'gate'"):
+        kernel_build.build("sm_90", tmp_path, "gate")
+    (tmp_path / "mine.txt").touch()
+    with pytest.raises(UsageError, match="holds other files"):
+        kernel_build.build("sm_90", tmp_path, "gated")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(UnsupportedError, match="cannot be built"):
+        kernel_build.build("sm_90", tmp_path / "new", "gated")
+
+
+@pytest.mark.parametrize(
+    ("data", "value"),
+    [
+        (b"\x07", 7),
+        (b"\xcd\x01\x00", 256),
+        (b"\xce\x00\x01\x00\x00", 65536),
+        (b"\xd0\xff", -1),
+        (b"\x82\xa1a\x01\xa1b\x93\xc0\xc2\xc3", {"a": 1, "b": [None, False, True]}),
+        (b"\xd9\x03abc", "abc"),
+        (b"\xda\x00\x02hi", "hi"),
+        (b"\xdc\x00\x01\x05", [5]),
+        (b"\xde\x00\x01\xa1k\x09", {"k": 9}),
+    ],
+)
+def test_messagepack(data: bytes, value: Any) -> None:
+    assert kernel_build._unpacked(data, 0) == (value, len(data))
+
+
+def test_a_file_without_the_note() -> None:
+    header = bytearray(64)
+    struct.pack_into("<Q", header, 0x20, 64)
+    struct.pack_into("<HH", header, 0x36, 56, 0)
+    with pytest.raises(ValueError, match="no AMDGPU metadata"):
+        kernel_build.amdgpu_metadata(bytes(header))
