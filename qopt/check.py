@@ -29,6 +29,7 @@ LIMITS = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-2}
 MAX_KL = {"float16": 1e-3, "bfloat16": 1e-3}
 LONGEST = 2048  # tokens of the longest probe; a window or switch beyond it is said and left out
 SEED = 20240
+PIECE = 8 << 20  # logits that are compared at a time
 
 
 @dataclass
@@ -57,16 +58,15 @@ class Verification:
 
 def judge(probe: str, got: Sequence[Array], want: Sequence[Array], dtype: str) -> CheckRow:
     """Compare rows of logits (tokens, vocabulary) with the reference's, within the table."""
-    highest = max((float(np.abs(w).max()) for w in want if w.size), default=0.0)
+    highest = max((float(max(w.max(), -w.min())) for w in want if w.size), default=0.0)
     limit = LIMITS[dtype] * max(1.0, highest / 10)
-    differences = [np.abs(g.astype(np.float64) - w) for g, w in zip(got, want, strict=True)]
-    worst = max((float(d.max()) for d in differences if d.size), default=0.0)
+    rows = [compare(g, w, 2 * limit) for g, w in zip(got, want, strict=True)]
     finite = all(bool(np.isfinite(g).all()) for g in got)
     figures = {
-        "max": worst if finite else float("inf"),
-        "mean": float(np.mean([d.mean() for d in differences if d.size] or [0.0])),
-        "kl": float(np.mean([divergence(g, w) for g, w in zip(got, want, strict=True)])),
-        "top1_wrong": float(sum(turned(g, w, 2 * limit) for g, w in zip(got, want, strict=True))),
+        "max": max((row.max for row in rows), default=0.0) if finite else float("inf"),
+        "mean": float(np.mean([r.mean for r, w in zip(rows, want, strict=True) if w.size] or [0])),
+        "kl": float(np.mean([row.kl for row in rows])) if finite else 0.0,
+        "top1_wrong": float(sum(row.turned for row in rows)),
     }
     limits = {"max": limit, "top1_wrong": 0.0}
     if dtype in MAX_KL:
@@ -75,9 +75,37 @@ def judge(probe: str, got: Sequence[Array], want: Sequence[Array], dtype: str) -
     return CheckRow(probe, figures, limits, passed)
 
 
+@dataclass
+class Difference:
+    """How far one row of logits is from the reference's; `kl` is in nats a token."""
+
+    max: float = 0.0
+    mean: float = 0.0
+    kl: float = 0.0
+    turned: int = 0
+
+
+def compare(got: Array, want: Array, margin: float) -> Difference:
+    """Compare one row, some tokens at a time: fp64 copies of a long row may not fit in memory."""
+    found = Difference()
+    if not want.size:
+        return found
+    got, want = (a.reshape(-1, a.shape[-1]) for a in (got, want))
+    step = max(1, PIECE // want.shape[-1])
+    for at in range(0, len(want), step):
+        g, w = got[at : at + step], want[at : at + step]
+        apart = np.abs(g.astype(np.float64) - w)
+        share = len(w) / len(want)
+        found.max = max(found.max, float(apart.max()))
+        found.mean += float(apart.mean()) * share
+        found.kl += divergence(g, w) * share
+        found.turned += turned(g, w, margin)
+    return found
+
+
 def divergence(got: Array, want: Array) -> float:
     """Mean over tokens of KL(original || artifact), in nats."""
-    if want.ndim < 2 or want.shape[-1] < 2 or not want.size or not np.isfinite(got).all():
+    if want.shape[-1] < 2 or not np.isfinite(got).all():
         return 0.0
     p, q = log_softmax(want), log_softmax(got)
     return float(np.maximum((np.exp(p) * (p - q)).sum(-1), 0).mean())
@@ -92,7 +120,7 @@ def log_softmax(x: Array) -> Array:
 
 def turned(got: Array, want: Array, margin: float) -> int:
     """Tokens whose best choice differs although the reference's lead exceeds `margin`."""
-    if want.ndim < 2 or want.shape[-1] < 2 or not want.size:
+    if want.shape[-1] < 2:
         return 0
     best = np.partition(want, -2, axis=-1)
     clear = best[..., -1] - best[..., -2] > margin

@@ -118,6 +118,9 @@ class _Finite(click.FloatRange):
 _path = click.Path(path_type=Path)
 _artifact = click.argument("artifact", metavar="OUT", type=_path)
 _threads = click.option("--threads", type=click.IntRange(1), help="Default: one a core, up to 8.")
+_max_ram = click.option(
+    "--max-ram", metavar="SIZE", help="Memory that may be used, e.g. 4GB; default: what is free."
+)
 _plugins = click.option(
     "--plugin", "plugins", multiple=True, help="A file or module of passes; its code is run."
 )
@@ -146,7 +149,7 @@ _plugins = click.option(
 @click.option("--revision", help="Of a hub id: branch, tag or commit.")
 @click.option("--no-weights", is_flag=True, help="Write the graph alone.")
 @click.option("--keep-rejected", is_flag=True, help="Keep what fails the check in OUT.rejected/.")
-@click.option("--max-ram", metavar="SIZE", help="Refuse what needs more memory, e.g. 4GB.")
+@_max_ram
 @pass_state
 def compile_command(
     state: State, /, model: str, recipe: str, out: Path | None, **flags: Any
@@ -177,12 +180,13 @@ def compile_command(
 @command("verify", "qopt verify out smollm2-135m")
 @_artifact
 @click.argument("model", required=False)
+@_max_ram
 @pass_state
-def verify_command(state: State, /, artifact: Path, model: str | None) -> None:
+def verify_command(state: State, /, artifact: Path, model: str | None, max_ram: str | None) -> None:
     """Check an artifact: its files, and that it still computes MODEL."""
     from qopt.final_check import verify
 
-    result = verify(artifact, model)
+    result = verify(artifact, model, max_ram=max_ram)
     state.show(result.to_dict() if state.json else result)
     if not result.passed:
         failed = [probe.probe for probe in result.probes if not probe.passed]
@@ -360,10 +364,11 @@ def _run_arrays(state: State, model: Model, inputs: Path, outputs: Path | None) 
 @command("eval", "qopt eval out --text wiki.txt --against smollm2-135m-folder")
 @_artifact
 @click.option("--text", required=True, type=_path, help="The text to score, UTF-8.")
-@click.option("--against", type=_path, help="An artifact or a transformers folder to compare with.")
+@click.option("--against", metavar="MODEL", help="An artifact or a model to compare with.")
 @click.option("--windows", default=16, show_default=True, type=click.IntRange(1))
 @click.option("--length", default=512, show_default=True, type=click.IntRange(2))
 @click.option("--first", default=0, show_default=True, type=click.IntRange(0), help="First window.")
+@_max_ram
 @_threads
 @pass_state
 def eval_command(state: State, /, artifact: Path, text: Path, **options: Any) -> None:

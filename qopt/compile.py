@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,10 +27,11 @@ from qopt.artifact import (
     write_sidecars,
 )
 from qopt.check import GraphCheck, Verification
-from qopt.errors import GateError, ResourceError, UnsupportedError, UsageError
+from qopt.errors import GateError, UnsupportedError, UsageError
 from qopt.final_check import Checker, Job
 from qopt.gates import hold, measured, refuse_impossible
-from qopt.recipe import Recipe, recipe_text, size_in_bytes
+from qopt.memory import CHECKER, COMPILER, Plan, Weights, memory_budget, plan, weights_of_source
+from qopt.recipe import Gate, Recipe, recipe_text
 from qopt.report import LoweringRow, PassRow, Progress, Report, as_json
 from qopt.target import choose_dtype, choose_opset, find_target, short_name
 
@@ -122,19 +122,28 @@ def compile(
         )
         element, note = choose_dtype(place, chosen.dtype, source.dtype)
         refuse_impossible(chosen, source)
-    elements = sum(w.nbytes // w.dtype.itemsize for w in source.tensors.values())
-    size = elements * element.itemsize
-    early = 2 * BASE_MEMORY + 4 * 4 * elements < budget  # the model in fp32 twice, and room
+    weights = weights_of_source(source, element)
+    size = weights.nbytes
     if no_weights and place.format != "onnx":
         raise UnsupportedError(
             f"target {place.name} writes no graph without weights", todo="use --target onnx-cpu"
         )
-    announce_memory(progress, chosen.check, size, budget, place.format == "onnx")
+    memory = plan(
+        weights,
+        budget,
+        decoder=source.kind == "decoder",
+        streams=place.format == "onnx",
+        checked=chosen.check != "off",
+        gated=chosen.gate != Gate(),
+        timed=chosen.limits.prefill_ms is not None or chosen.limits.decode_ms is not None,
+    )
+    for line in memory.notes:
+        progress.say(line)
     on_disk = size if place.format == "onnx" else 2 * size  # a script's weights are stored twice
     report = Report(notes=[*source.notes, *([note] if note else [])], timings=progress.timings)
     with (
         ArtifactWriter(out, size=on_disk, keep_rejected=keep_rejected) as writer,
-        checking_process(chosen, model, revision, adapter, early) as checker,
+        checking_process(chosen, model, revision, adapter, weights, memory, budget) as checker,
     ):
         if not no_weights:  # hashing lets go of the interpreter's lock, and capturing does not
             Thread(target=lambda: source.digest, daemon=True).start()
@@ -144,7 +153,8 @@ def compile(
             report.notes += source.notes[known:]  # what came to light as the weights were bound
         with progress.step("rewriting"):
             passes = configured(chosen, rewrite.PASSES)
-            watch = Watch(report, graph if chosen.check == "every-pass" else None, budget)
+            room = max(0, budget - COMPILER - CHECKER) // 2
+            watch = Watch(report, graph if chosen.check == "every-pass" else None, room)
             manager = rewrite.PassManager(
                 [item for item, _ in passes],
                 {item.name: expect for item, expect in passes if expect is not None},
@@ -190,7 +200,7 @@ def compile(
             refuse_failed(found, out, keep_rejected)
         if not no_weights:
             with progress.step("measuring"):
-                report.checks += hold(chosen, writer.folder, source)
+                report.checks += hold(chosen, writer.folder, source, max_ram)
     write_logs(out, report, model, adapter, source)
     return CompileResult(out, report, report.notes)
 
@@ -211,9 +221,10 @@ class Counted:
 class Watch:
     """What happens after each pass: the check, where the recipe asks for it."""
 
-    def __init__(self, report: Report, graph: Graph | None, budget: int) -> None:
+    def __init__(self, report: Report, graph: Graph | None, room: int) -> None:
+        """`room`: bytes of evaluated weights that may be kept from one pass to the next."""
         self.report = report
-        self.check = GraphCheck(graph, budget // 2) if graph is not None else None
+        self.check = GraphCheck(graph, room) if graph is not None else None
 
     def __call__(self, item: Pass, graph: Graph, record: PassRecord) -> None:
         """Check the graph and keep the outcome."""
@@ -228,43 +239,6 @@ def configured(recipe: Recipe, registry: Any) -> list[tuple[Any, Any]]:
         if entry.name == "last-token-logits":
             entry.options["keep"] = 0 if recipe.logits == "all" else 1
     return recipe.instances(registry)
-
-
-def memory_budget(max_ram: str | None) -> int:
-    """Bytes that this process may use: what was said, else what is free now."""
-    if max_ram is not None:
-        try:
-            return int(size_in_bytes(max_ram))
-        except ValueError as error:
-            raise UsageError(f"--max-ram {max_ram}: {error}") from None
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-        return free * 1024
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-BASE_MEMORY = 900 << 20  # torch, transformers and a captured graph
-
-
-def announce_memory(progress: Progress, check: str, size: int, budget: int, streamed: bool) -> None:
-    """Say what the check and the format need, and refuse before starting what cannot fit."""
-    least = (128 << 20) if streamed else size
-    need = BASE_MEMORY + (2 * size if check != "off" else least)
-    if check != "off" and size > 1 << 30:
-        without = (BASE_MEMORY + least) / 1e9
-        progress.say(f"the check needs about {need / 1e9:.1f} GB of memory (off: {without:.1f})")
-    if need > budget:
-        reasons = ["the check loads the whole model"] if check != "off" else []
-        reasons += [] if streamed else ["a TorchScript file is saved from memory"]
-        raise ResourceError(
-            f"about {need / 1e6:,.0f} MB of memory are needed, {budget / 1e6:,.0f} may be used",
-            why=", and ".join(reasons) or None,
-            todo="compile with --check off, or allow more with --max-ram"
-            if check != "off"
-            else "free memory, or allow more with --max-ram",
-        )
 
 
 def pass_row(record: PassRecord) -> PassRow:
@@ -388,13 +362,27 @@ def write_folder(
 
 
 def checking_process(
-    recipe: Recipe, model: str, revision: str | None, adapter: str | Path | None, early: bool
+    recipe: Recipe,
+    model: str,
+    revision: str | None,
+    adapter: str | Path | None,
+    weights: Weights,
+    memory: Plan,
+    budget: int,
 ) -> AbstractContextManager[Checker | None]:
     """The process that compares the artifact with the model, where the recipe asks for that."""
     if recipe.check == "off":
         return nullcontext()
-    threads = None if recipe.threads == "auto" else recipe.threads
-    return Checker(Job(model, revision, str(adapter) if adapter else None, threads, early))
+    early = 2 * COMPILER + 4 * 4 * weights.elements < budget  # in fp32 twice, and room
+    job = Job(
+        model,
+        revision,
+        str(adapter) if adapter else None,
+        None if recipe.threads == "auto" else recipe.threads,
+        early=early or memory.check_in_parts,
+        streamed=memory.check_in_parts,
+    )
+    return Checker(job)
 
 
 def conclude(report: Report, manifest: Manifest, found: Verification) -> None:

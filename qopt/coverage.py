@@ -361,7 +361,7 @@ def compared(kind: str, model: Any, out: Path, road: str) -> Attempt:
     artifact, notes = Artifact.load(out), list[str]()
     player = DecoderRun(artifact, 1)
     differences, failures = [], []
-    probes = list(decoder_probes(artifact, None, notes))  # type: ignore[arg-type]
+    probes = list(decoder_probes(artifact, notes))
     for probe in probes:
         want = [eager(model, row) for row in probe.rows]
         try:

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qopt.artifact import MANIFEST
+from qopt.artifact import MANIFEST, Artifact
 from qopt.errors import UsageError
+from qopt.memory import memory_budget, plan, weights_of_artifact
 from qopt.report import Table
 from qopt.runtime.generate import Model, load
 from qopt.runtime.session import Array
+from qopt.runtime.text import Tokenizer
 
-Scorer = Callable[[Array], Array]  # token ids of one window -> float32 logits [columns, vocabulary]
+if TYPE_CHECKING:
+    from qopt.sources import ModelSource
+
+# token ids [windows, length] -> float32 logits [length, vocabulary] of one window after the other
+Scorer = Callable[[Array], Iterable[Array]]
+TOKENS = 64  # whose probabilities are computed at a time: a window's are several copies of it
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,7 @@ class Evaluation:
     against_perplexity: float | None = None
     kl: float | None = None  # mean KL(original || artifact) a token, in nats
     top1: float | None = None  # share of tokens where both find the same token the likeliest
+    notes: list[str] = field(default_factory=list)
 
     def tables(self) -> list[Table]:
         """What was measured, one figure a line."""
@@ -46,6 +55,7 @@ class Evaluation:
                 ("KL divergence", f"{self.kl:.3g} nats a token"),
                 ("same likeliest token", f"{100 * (self.top1 or 0):.2f} %"),
             ]
+        rows += [("note", note) for note in self.notes]
         return [Table("", ("", ""), rows)]
 
     def to_dict(self) -> dict[str, Any]:
@@ -57,50 +67,60 @@ def evaluate(
     artifact: str | Path | Model,
     text_file: str | Path,
     *,
-    against: str | Path | Model | None = None,
+    against: str | Path | Model | ModelSource | None = None,
     windows: int = 16,
     length: int = 512,
     first: int = 0,
     threads: int | None = None,
+    max_ram: str | None = None,
 ) -> Evaluation:
     """Score windows `first` to `first + windows` of a text, each of `length` tokens.
 
     The text is tokenized whole, without BOS; a window's first token is not scored. `against` is
-    another artifact, or a transformers folder: run in fp32, eager.
+    another artifact, or a model (what `qopt compile` takes): run in fp32, eager. What does not fit
+    `max_ram` (as `4GB`; default: the memory that is free) runs part by part, and the model's
+    captured graph then stands for it.
     """
-    model = artifact if isinstance(artifact, Model) else load(artifact, threads=threads)
+    subject = artifact if isinstance(artifact, Model) else Artifact.load(artifact)
     text = _read(Path(text_file))
-    ids = _windows(model, text.decode("utf-8"), windows, length, first)
-    score = _artifact_scorer(model)
-    original = None if against is None else _scorer(against, threads)
-    nll, other_nll, kl, same = [], [], [], []
-    for window in ids:
-        ours = _log_softmax(score(window)[:-1])
-        nll.append(_nll(ours, window))
-        if original is None:
-            continue
-        theirs = _log_softmax(original(window)[:-1])
-        _refuse_other_vocabulary(ours, theirs)
-        other_nll.append(_nll(theirs, window))
-        kl.append((np.exp(theirs) * (theirs - ours)).sum(axis=1, dtype=np.float64).mean())
-        same.append((ours.argmax(axis=1) == theirs.argmax(axis=1)).mean())
+    memory = plan(
+        weights_of_artifact(subject),
+        memory_budget(max_ram),
+        decoder=True,
+        streams=subject.manifest.target.startswith("onnx"),
+        checked=False,
+        gated=against is not None and not isinstance(artifact, Model),
+    )
+    room = subject.folder.parent if memory.gate_in_parts else None
+    ids = _windows(subject, text.decode("utf-8"), windows, length, first)
+    original = None if against is None else _scorer(against, threads, room)
+    if room is not None or isinstance(artifact, Model):
+        score = _scorer(artifact, threads, room)
+    else:
+        score = _scorer(load(artifact, threads=threads), threads, room)
+    found = []
+    theirs = repeat(None) if original is None else original(ids)  # streamed, it runs here
+    for window, logits, other in zip(ids, score(ids), theirs, strict=False):
+        found.append(_compare(window, logits, other))
+    mean = {name: float(np.mean([one[name] for one in found])) for name in found[0]}
     return Evaluation(
-        perplexity=math.exp(np.mean(nll)),
+        perplexity=math.exp(mean["nll"]),
         windows=len(ids),
         length=length,
         tokens=len(ids) * (length - 1),
         text_sha256=hashlib.sha256(text).hexdigest(),
-        against_perplexity=math.exp(np.mean(other_nll)) if original else None,
-        kl=max(0.0, float(np.mean(kl))) if original else None,  # rounding may leave -1e-8
-        top1=float(np.mean(same)) if original else None,
+        against_perplexity=math.exp(mean["other"]) if original else None,
+        kl=max(0.0, mean["kl"]) if original else None,  # rounding may leave -1e-8
+        top1=mean["same"] if original else None,
+        notes=list(memory.notes),
     )
 
 
 def count_windows(artifact: str | Path | Model, text_file: str | Path, length: int) -> int:
     """How many whole windows of `length` tokens a text has."""
-    model = artifact if isinstance(artifact, Model) else load(artifact)
+    subject = artifact if isinstance(artifact, Model) else Artifact.load(artifact)
     text = _read(Path(text_file)).decode("utf-8")
-    found = len(model.tokenizer.encode(text, special=False)) // length
+    found = len(Tokenizer(subject.folder).encode(text, special=False)) // length
     if not found:
         raise UsageError(f"the text has no window of {length} tokens", where=str(text_file))
     return found
@@ -113,14 +133,14 @@ def _read(path: Path) -> bytes:
         raise UsageError("cannot read the text", where=str(path), why=error.strerror) from None
 
 
-def _windows(model: Model, text: str, windows: int, length: int, first: int) -> Array:
+def _windows(subject: Model | Artifact, text: str, windows: int, length: int, first: int) -> Array:
     """Token ids [windows, length]; a last window that is not full is left out."""
     if length < 2 or windows < 1:
         raise UsageError(f"{windows} windows of {length} tokens leave nothing to score")
-    context = model.info.context_length
+    context = subject.manifest.model.context_length
     if context is not None and length > context:
         raise UsageError(f"a window of {length} tokens exceeds the context of {context}")
-    ids = np.array(model.tokenizer.encode(text, special=False), np.int64)
+    ids = np.array(Tokenizer(subject.folder).encode(text, special=False), np.int64)
     whole = ids[: len(ids) // length * length].reshape(-1, length)
     if len(whole) <= first:
         raise UsageError(
@@ -130,37 +150,67 @@ def _windows(model: Model, text: str, windows: int, length: int, first: int) -> 
     return whole[first : first + windows]
 
 
-def _scorer(against: str | Path | Model, threads: int | None) -> Scorer:
-    if isinstance(against, Model):
-        return _artifact_scorer(against)
-    if (Path(against) / MANIFEST).is_file():
-        return _artifact_scorer(load(against, threads=threads))
-    return _transformers_scorer(Path(against))
+def _scorer(
+    model: str | Path | Model | ModelSource, threads: int | None, room: Path | None
+) -> Scorer:
+    """`room`: a folder for what does not fit in memory; None where all of it does."""
+    if isinstance(model, Model):
+        return _artifact_scorer(model)
+    if isinstance(model, str | Path) and (Path(model) / MANIFEST).is_file():
+        if room is not None:
+            return _parts_scorer(Artifact.load(model), threads)
+        return _artifact_scorer(load(model, threads=threads))
+    return _model_scorer(model, room)
 
 
 def _artifact_scorer(model: Model) -> Scorer:
-    return lambda window: model.decoder().forward(window[None], keep=0)[0]
+    return lambda ids: (model.decoder().forward(row[None], keep=0)[0] for row in ids)
 
 
-def _transformers_scorer(folder: Path) -> Scorer:
-    import torch  # only here: the runtime must start without it
+def _parts_scorer(artifact: Artifact, threads: int | None) -> Scorer:
+    from qopt.final_check import DecoderRun, Probe
 
-    from qopt.compat import load_original
-
-    if not (folder / "config.json").is_file():
-        raise UsageError(
-            "neither an artifact nor a transformers folder",
-            where=str(folder),
-            why=f"it has neither {MANIFEST} nor config.json",
-        )
-    model = load_original(folder)
-
-    def score(window: Array) -> Array:
-        with torch.inference_mode():
-            logits = model(input_ids=torch.from_numpy(window[None]), use_cache=False).logits
-        return np.asarray(logits[0].float().numpy())
+    def score(ids: Array) -> Iterator[Array]:
+        run = DecoderRun(artifact, threads, in_parts=True)
+        for (logits,) in run.play_all([Probe("window", [row], [[len(row)]]) for row in ids]):
+            yield logits
 
     return score
+
+
+def _model_scorer(model: str | Path | ModelSource, room: Path | None) -> Scorer:
+    from qopt.final_check import Reference  # only here: the runtime must start without torch
+    from qopt.sources import open_source
+
+    source = open_source(str(model)) if isinstance(model, str | Path) else model
+    if source.kind != "decoder":
+        raise UsageError(
+            "only a decoder can be compared on a text", where=source.where, why=f"a {source.kind}"
+        )
+    if room is not None:
+        from qopt.streamed import StreamedReference
+
+        return lambda ids: StreamedReference(source).answers(list(ids), room)
+    return lambda ids: Reference(source).stream(list(ids))
+
+
+def _compare(window: Array, logits: Array, other: Array | None) -> dict[str, float]:
+    """Means over the window's tokens but the first, some of them at a time."""
+    total = dict.fromkeys(("nll", "other", "kl", "same"), 0.0)
+    count = len(window) - 1
+    for at in range(0, count, TOKENS):
+        stop = min(at + TOKENS, count)
+        chosen = window[at + 1 : stop + 1]
+        ours = _log_softmax(logits[at:stop])
+        total["nll"] -= _sum_of(ours, chosen)
+        if other is None:
+            continue
+        theirs = _log_softmax(other[at:stop])
+        _refuse_other_vocabulary(ours, theirs)
+        total["other"] -= _sum_of(theirs, chosen)
+        total["kl"] += float((np.exp(theirs) * (theirs - ours)).sum(dtype=np.float64))
+        total["same"] += float((ours.argmax(axis=1) == theirs.argmax(axis=1)).sum())
+    return {name: value / count for name, value in total.items()}
 
 
 def _log_softmax(logits: Array) -> Array:
@@ -171,10 +221,10 @@ def _log_softmax(logits: Array) -> Array:
     return np.asarray(shifted - np.log(total).astype(np.float32))
 
 
-def _nll(log_probabilities: Array, window: Array) -> float:
-    """Mean over the window's tokens but the first."""
-    chosen = np.take_along_axis(log_probabilities, window[1:, None], axis=1)
-    return float(-chosen.mean(dtype=np.float64))
+def _sum_of(log_probabilities: Array, chosen: Array) -> float:
+    """The sum of the log-probabilities of the tokens that came."""
+    found = np.take_along_axis(log_probabilities, chosen[:, None], axis=1)
+    return float(found.sum(dtype=np.float64))
 
 
 def _refuse_other_vocabulary(ours: Array, theirs: Array) -> None:

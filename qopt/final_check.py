@@ -30,6 +30,8 @@ from qopt.runtime.session import KEEP
 
 if TYPE_CHECKING:
     from qopt.artifact import Artifact
+    from qopt.runtime.session import Spec
+    from qopt.streamed import StreamedReference
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Job:
     adapter: str | None = None
     threads: int | None = None
     early: bool = False  # load the model before the artifact is named
+    streamed: bool = False  # neither the model nor the artifact is ever whole in memory
 
 
 class Checker:
@@ -94,9 +97,17 @@ def _kind(code: int) -> type[QoptError]:
     return kinds.get(code, GateError)
 
 
-def verify(artifact: str | Path | Artifact, model: str | None = None) -> Verification:
-    """Check an artifact's files and, where the model can be found, what it computes."""
+def verify(
+    artifact: str | Path | Artifact, model: str | None = None, *, max_ram: str | None = None
+) -> Verification:
+    """Check an artifact's files and, where the model can be found, what it computes.
+
+    What does not fit `max_ram` (as `4GB`; default: the memory that is free) is checked in parts.
+    """
     from qopt.artifact import Artifact, log_folder
+    from qopt.memory import memory_budget, plan, weights_of_artifact
+
+    budget = memory_budget(max_ram)
 
     loaded = artifact if isinstance(artifact, Artifact) else Artifact.load(artifact)
     loaded.verify_files()
@@ -110,7 +121,15 @@ def verify(artifact: str | Path | Artifact, model: str | None = None) -> Verific
     if model is None:
         result.notes.append("integrity only: the model it was compiled from is not known here")
         return result
-    with Checker(Job(model, adapter=adapter)) as checker:
+    memory = plan(
+        weights_of_artifact(loaded),
+        budget,
+        decoder=loaded.manifest.model.kind == "decoder",
+        streams=loaded.manifest.target.startswith("onnx"),
+        checked=True,
+    )
+    result.notes += memory.notes
+    with Checker(Job(model, adapter=adapter, streamed=memory.check_in_parts)) as checker:
         found = checker.check(loaded.folder)
     return Verification(found.probes, result.notes + found.notes)
 
@@ -152,13 +171,12 @@ def run_job(job: Job, artifact_of: Callable[[], str]) -> Verification:
     try:
         adapter = Path(job.adapter) if job.adapter else None
         source = open_source(job.model, revision=job.revision, adapter=adapter)
-        early = Reference(source) if job.early and source.kind == "decoder" else None
+        early = reference_of(source, job) if job.early and source.kind == "decoder" else None
         artifact = Artifact.load(artifact_of())
     finally:
         torch.set_num_threads(job.threads or threads)
     if artifact.manifest.model.kind != "decoder":
         return check_module(artifact, source, job)
-    reference = early or Reference(source)
     sizes = artifact.manifest.model.vocab_size, getattr(source.config, "vocab_size", None)
     if None not in sizes and sizes[0] != sizes[1]:
         raise GateError(
@@ -166,18 +184,29 @@ def run_job(job: Job, artifact_of: Callable[[], str]) -> Verification:
             where=job.model,
             why="it was compiled from another model",
         )
+    reference = early or reference_of(source, job)
     result = Verification(notes=list(reference.notes))
-    probes = list(decoder_probes(artifact, reference, result.notes))
+    probes = list(decoder_probes(artifact, result.notes))
     if artifact.manifest.model.layers and not artifact.manifest.keeps_cache:
         probes = [probe for probe in probes if len(probe.calls) == 1]
         result.notes.append("the artifact keeps no cache: checked on whole prompts alone")
-    answers = [[reference.logits(row) for row in probe.rows] for probe in probes]
+    answers = reference.answers([r for probe in probes for r in probe.rows], artifact.folder.parent)
     reference.free()
-    run = DecoderRun(artifact, job.threads)
-    for probe, want in zip(probes, answers, strict=True):
-        got, want = run.play(probe), run.asked(probe, want)
+    run = DecoderRun(artifact, job.threads, in_parts=job.streamed)
+    result.notes += run.notes
+    for probe, got in zip(probes, run.play_all(probes), strict=True):
+        want = run.asked(probe, [answers.pop(0) for _ in probe.rows])
         result.probes.append(judge(probe.name, got, want, artifact.manifest.dtype))
     return result
+
+
+def reference_of(source: Any, job: Job) -> Reference | StreamedReference:
+    """What the artifact is held against."""
+    if not job.streamed:
+        return Reference(source)
+    from qopt.streamed import StreamedReference
+
+    return StreamedReference(source)
 
 
 class Reference:
@@ -191,12 +220,17 @@ class Reference:
         self.model = load_reference(source)
         self.config = source.config
 
-    def logits(self, ids: Array) -> Array:
-        """Logits (tokens, vocabulary) of one row of ids, without a cache."""
-        with self.torch.no_grad():
+    def answers(self, rows: list[Array], room: Path) -> list[Array]:
+        """Logits (tokens, vocabulary) of each row of ids; they fit in memory as the model does."""
+        return list(self.stream(rows))
+
+    def stream(self, rows: list[Array]) -> Iterator[Array]:
+        """The same, one row after the other; each is run without a cache."""
+        for ids in rows:
             tokens = self.torch.from_numpy(ids[None])
-            out = self.model(input_ids=tokens, use_cache=False).logits[0]
-        return out.float().numpy()  # type: ignore[no-any-return]
+            with self.torch.inference_mode():
+                out = self.model(input_ids=tokens, use_cache=False).logits[0]
+            yield out.float().numpy()
 
     def free(self) -> None:
         """Let go of the model before the artifact is loaded."""
@@ -252,7 +286,7 @@ class Probe:
     calls: list[list[int]]
 
 
-def decoder_probes(artifact: Artifact, reference: Reference, notes: list[str]) -> Iterator[Probe]:
+def decoder_probes(artifact: Artifact, notes: list[str]) -> Iterator[Probe]:
     """Inputs that reach the bugs, none of a size that was traced."""
     info = artifact.manifest.model
     tokens = probe_tokens(artifact)
@@ -322,12 +356,25 @@ def fitted(calls: list[int], limit: int) -> list[int]:
 class DecoderRun:
     """Plays probes on an artifact: right-padded calls, past and present passed along."""
 
-    def __init__(self, artifact: Artifact, threads: int | None) -> None:
+    def __init__(self, artifact: Artifact, threads: int | None, *, in_parts: bool = False) -> None:
         from qopt.runtime.generate import open_session
+        from qopt.runtime.parts import PartsSession
 
-        self.session = open_session(artifact, threads=threads)
-        self.names = set(self.session.inputs)
-        self.kept = None if KEEP in self.names else columns_of_logits(artifact)
+        self.notes: list[str] = []
+        self.parts: PartsSession | None = None
+        self.inputs: dict[str, Spec]
+        if in_parts and artifact.manifest.target.startswith("onnx"):
+            names = [spec.name for spec in artifact.manifest.outputs]
+            states = {past_name(name): name for name in names if name.startswith("present")}
+            self.parts = PartsSession(artifact.folder / "model.onnx", states, threads)
+            self.inputs = self.parts.inputs
+            self.notes.append(
+                f"the artifact was run in {len(self.parts.parts)} parts, one after the other"
+            )
+        else:
+            self.session = open_session(artifact, threads=threads)
+            self.inputs = self.session.inputs
+        self.kept = None if KEEP in self.inputs else columns_of_logits(artifact)
 
     def asked(self, probe: Probe, answers: list[Array]) -> list[Array]:
         """Of the reference's logits those that the artifact gives: its last ones a call, or all."""
@@ -342,13 +389,31 @@ class DecoderRun:
             found.append(answer[np.concatenate(columns)])
         return found
 
+    def play_all(self, probes: list[Probe]) -> Iterator[list[Array]]:
+        """What `play` gives, probe by probe."""
+        if self.parts is None:
+            yield from map(self.play, probes)
+            return
+        answers = self.parts.run([self._calls(probe) for probe in probes])
+        for probe, outputs in zip(probes, answers, strict=True):
+            yield self._rows(probe, [out["logits"] for out in outputs])
+
     def play(self, probe: Probe) -> list[Array]:
         """The logits of every real token that the artifact gives, by row."""
+        past: dict[str, Array] = {}
+        logits = []
+        for feeds in self._calls(probe):
+            out = self.session.run(feeds | past)
+            logits.append(out.pop("logits"))
+            past = {past_name(k): v for k, v in out.items()}
+        return self._rows(probe, logits)
+
+    def _calls(self, probe: Probe) -> list[dict[str, Array]]:
+        """What each call feeds; the first one an empty cache, the others all but the cache."""
         count = len(probe.rows)
         done = np.zeros(count, int)
-        mask = np.zeros((count, 0), np.int64)
-        past = self._empty(count)
-        got: list[list[Array]] = [[] for _ in range(count)]
+        mask: Array = np.zeros((count, 0), np.int64)
+        calls: list[dict[str, Array]] = []
         for call in probe.calls:
             lengths = np.array(call)
             columns = np.arange(lengths.max())
@@ -356,33 +421,31 @@ class DecoderRun:
             for r, row in enumerate(probe.rows):
                 ids[r, : lengths[r]] = row[done[r] : done[r] + lengths[r]]
             mask = np.concatenate([mask, (columns < lengths[:, None]).astype(np.int64)], 1)
-            positions = np.maximum(mask.cumsum(1) - 1, 0)[:, -len(columns) :]
-            out = self._call(ids, mask, positions, past)
-            logits = out.pop("logits")
-            past = {past_name(k): v for k, v in out.items()}
-            for r in range(count):
-                there = min(self.kept or lengths[r], lengths[r])
-                got[r].append(logits[r, -there:] if self.kept else logits[r, :there])
+            feeds = {"input_ids": ids, "attention_mask": mask}
+            if "position_ids" in self.inputs:
+                feeds["position_ids"] = np.maximum(mask.cumsum(1) - 1, 0)[:, -len(columns) :]
+            if KEEP in self.inputs:
+                feeds[KEEP] = np.zeros(1, np.int64)
+            calls.append(feeds if calls else feeds | self._empty(count))
             done += lengths
+        return calls
+
+    def _rows(self, probe: Probe, logits: list[Array]) -> list[Array]:
+        """Each row's real columns of all calls, joined."""
+        got: list[list[Array]] = [[] for _ in probe.rows]
+        for call, given in zip(probe.calls, logits, strict=True):
+            for r, length in enumerate(call):
+                there = min(self.kept or length, length)
+                got[r].append(given[r, -there:] if self.kept else given[r, :there])
         return [np.concatenate(parts).astype(np.float32) for parts in got]
 
     def _empty(self, count: int) -> dict[str, Array]:
         past = {}
-        for name, spec in self.session.inputs.items():
+        for name, spec in self.inputs.items():
             if name.startswith("past_"):
                 sizes = [d if isinstance(d, int) else 0 for d in spec.shape[1:]]
                 past[name] = np.zeros((count, *sizes), spec.dtype)
         return past
-
-    def _call(
-        self, ids: Array, mask: Array, positions: Array, past: dict[str, Array]
-    ) -> dict[str, Array]:
-        feeds = {"input_ids": ids, "attention_mask": mask, **past}
-        if "position_ids" in self.names:
-            feeds["position_ids"] = positions
-        if KEEP in self.names:
-            feeds[KEEP] = np.zeros(1, np.int64)
-        return self.session.run(feeds)
 
 
 def columns_of_logits(artifact: Artifact) -> int | None:

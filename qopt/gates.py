@@ -41,20 +41,21 @@ def refuse_impossible(recipe: Recipe, source: ModelSource) -> None:
             why=f"calibration.text is {text!r}, which is no file",
             todo="write calibration: {text: FILE} in the recipe",
         )
-    folder = source.folder
-    if source.adapter is not None or folder is None or not any(folder.glob("*.safetensors*")):
+    if source.kind != "decoder":
         raise UnsupportedError(
-            "gate: compares with a transformers folder of safetensors",
+            "gate: is measured on a text, which only a decoder reads",
             where=source.where,
-            todo="compile from such a folder (`qopt fetch NAME --format safetensors`)",
+            todo="leave gate: out of the recipe",
         )
 
 
-def hold(recipe: Recipe, artifact: Path, source: ModelSource) -> list[CheckRow]:
+def hold(
+    recipe: Recipe, artifact: Path, source: ModelSource, max_ram: str | None = None
+) -> list[CheckRow]:
     """Measure what the recipe limits; raises `GateError` or `LimitError` at the first breach."""
     rows = []
     if recipe.gate != Gate():
-        rows.append(quality(recipe, artifact, source))
+        rows.append(quality(recipe, artifact, source, max_ram))
         if not rows[-1].passed:
             raise GateError(
                 "the artifact misses the recipe's gate",
@@ -81,7 +82,9 @@ def breach(row: CheckRow) -> str:
     )
 
 
-def quality(recipe: Recipe, artifact: Path, source: ModelSource) -> CheckRow:
+def quality(
+    recipe: Recipe, artifact: Path, source: ModelSource, max_ram: str | None = None
+) -> CheckRow:
     """Perplexity and KL against the original in fp32, on the last fifth of the text's windows."""
     from qopt.evaluate import count_windows, evaluate
 
@@ -89,7 +92,13 @@ def quality(recipe: Recipe, artifact: Path, source: ModelSource) -> CheckRow:
     total = count_windows(artifact, text, length)
     first = min(int(total * (1 - HELD_BACK)), total - 1)
     found = evaluate(
-        artifact, text, against=source.folder, windows=total - first, length=length, first=first
+        artifact,
+        text,
+        against=source,
+        windows=total - first,
+        length=length,
+        first=first,
+        max_ram=max_ram,
     )
     assert found.against_perplexity is not None
     assert found.kl is not None

@@ -128,22 +128,8 @@ class OnnxSession:
     ) -> None:
         """`threads`: default the physical cores, at most 8; `providers`: all must be there."""
         self._ort = import_onnxruntime()
-        options = self._ort.SessionOptions()
-        options.intra_op_num_threads = threads or default_threads()
-        # Work is dealt out in blocks that shrink: no thread waits long for one that was held up.
-        # Prefill is a fifth faster for it where the machine is quiet, decode a few per cent.
-        options.add_session_config_entry("session.dynamic_block_base", "4")
-        source, self._keep = _without_override(path, options)
-        _refuse_missing(providers, self._ort.get_available_providers(), "this onnxruntime")
-        try:
-            self._session = self._ort.InferenceSession(source, options, providers=list(providers))
-        except Exception as error:  # onnxruntime's kinds of error share no base class of its own
-            raise UsageError(
-                "onnxruntime cannot load the model",
-                where=str(path),
-                why=str(error).strip().splitlines()[0],
-                todo="copy or compile the artifact again; `qopt doctor` shows what is installed",
-            ) from None
+        model, self._keep = _without_override(path)
+        self._session = new_session(model or str(path), path, threads, providers)
         # onnxruntime drops a provider that fails to start, with no more than a log line
         _refuse_missing(providers, self._session.get_providers(), "the session")
         self.inputs = {i.name: _spec(i) for i in self._session.get_inputs()}
@@ -200,7 +186,43 @@ class OnnxSession:
         }
 
 
-def _without_override(path: Path, options: Any) -> tuple[str | bytes, dict[str, Array]]:
+def new_session(
+    model: str | bytes, path: Path, threads: int | None, providers: Sequence[str] = (CPU,)
+) -> Any:
+    """An onnxruntime session of a file, or of a graph in memory whose weights lie beside `path`."""
+    ort = import_onnxruntime()
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads or default_threads()
+    # Work is dealt out in blocks that shrink: no thread waits long for one that was held up.
+    # Prefill is a fifth faster for it where the machine is quiet, decode a few per cent.
+    options.add_session_config_entry("session.dynamic_block_base", "4")
+    if isinstance(model, bytes):  # it has no folder of its own to read external data from
+        options.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", str(path.parent.resolve())
+        )
+    _refuse_missing(providers, ort.get_available_providers(), "this onnxruntime")
+    try:
+        return ort.InferenceSession(model, options, providers=list(providers))
+    except Exception as error:  # onnxruntime's kinds of error share no base class of its own
+        raise UsageError(
+            "onnxruntime cannot load the model",
+            where=str(path),
+            why=str(error).strip().splitlines()[0],
+            todo="copy or compile the artifact again; `qopt doctor` shows what is installed",
+        ) from None
+
+
+def read_graph(path: Path) -> Any:
+    """The ONNX file as onnx's own ModelProto, without its external weights."""
+    import onnx
+
+    try:
+        return onnx.load(path, load_external_data=False)
+    except Exception as error:  # protobuf's DecodeError, which onnx does not export
+        raise UsageError("not an ONNX file", where=str(path), why=str(error)) from None
+
+
+def _without_override(path: Path) -> tuple[bytes | None, dict[str, Array]]:
     """The model with `num_logits_to_keep` as a plain input, and the value that it then needs.
 
     onnxruntime warns of an initializer that is an input too, and of logits with more columns than
@@ -208,26 +230,19 @@ def _without_override(path: Path, options: Any) -> tuple[str | bytes, dict[str, 
     session's severity is one for all its messages, and a logger callback is one for the process,
     whose owner may have set it. So their cause goes, in memory: the initializer becomes an input
     that qopt always feeds, the declared column a name. Whatever else onnxruntime says is printed.
+    None: the file as it is will do.
     """
-    import onnx
     from onnx import numpy_helper
 
-    try:
-        model = onnx.load(path, load_external_data=False)
-    except Exception as error:  # protobuf's DecodeError, which onnx does not export
-        raise UsageError("not an ONNX file", where=str(path), why=str(error)) from None
+    model = read_graph(path)
     graph = model.graph
     default = next((t for t in graph.initializer if t.name == KEEP), None)
     if default is None or KEEP not in {i.name for i in graph.input}:
-        return str(path), {}
+        return None, {}
     graph.initializer.remove(default)
     for output in graph.output:
         if output.name == "logits":
             output.type.tensor_type.shape.dim[1].dim_param = "logits_kept"
-    # a model given as bytes has no folder of its own to read external data from
-    options.add_session_config_entry(
-        "session.model_external_initializers_file_folder_path", str(path.parent.resolve())
-    )
     return model.SerializeToString(), {KEEP: numpy_helper.to_array(default)}
 
 

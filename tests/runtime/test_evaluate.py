@@ -84,7 +84,7 @@ def test_bad_input(tiny: Build, text: Path, tmp_path: Path) -> None:
         evaluate(model, tmp_path / "none.txt")
     with pytest.raises(UsageError, match="window of 512 tokens exceeds the context of 96"):
         evaluate(model, text)
-    with pytest.raises(UsageError, match="neither an artifact nor a transformers folder"):
+    with pytest.raises(UsageError, match="the folder holds no model"):
         evaluate(model, text, length=16, against=tmp_path)
 
 
