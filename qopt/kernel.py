@@ -298,7 +298,11 @@ def _annotations(function: Any) -> dict[str, str]:
 
 
 def forms_of(
-    function: Any, types: dict[str, str], options: dict[str, Any], **told: Any
+    function: Any,
+    types: dict[str, str],
+    options: dict[str, Any],
+    dtypes: Iterable[torch.dtype] = FLOATS,
+    **told: Any,
 ) -> list[Form]:
     """One form for each floating type: pointers are of it, but for those that `types` names."""
     annotations = _annotations(function)
@@ -310,7 +314,7 @@ def forms_of(
             options,
             **told,
         )
-        for dtype in (TYPES[d] for d in FLOATS)
+        for dtype in (TYPES[d] for d in dtypes)
     ]
 
 
