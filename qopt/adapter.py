@@ -14,9 +14,12 @@ from typing import Any
 
 from qopt.checkpoint import read_json, read_safetensors, read_torch_bin
 from qopt.errors import UnsupportedError, UsageError
+from qopt.named import refuse_adapter
 from qopt.weights import LazyWeight
 
 LORA_KEY = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.default)?(?:\.weight)?")
+
+MERGE = "merge it with PEFT, save the model, and compile that"
 
 # Settings under which `B @ A` is not what the adapter adds to the weight.
 REFUSED = {
@@ -86,10 +89,16 @@ class Adapter:
 
     def _updated(self, layer: str, pair: _Pair, base: LazyWeight) -> LazyWeight:
         if pair.a is None or pair.b is None:
-            raise UsageError(f"the adapter has only one factor of {layer}", where=str(self.folder))
+            raise UsageError(
+                f"the adapter has only one factor of {layer}",
+                where=str(self.folder),
+                todo="fetch or save the adapter again",
+            )
         if len(pair.a.shape) != 2:
             raise UnsupportedError(
-                f"the adapter's factors of {layer} are no matrices", where=str(self.folder)
+                f"the adapter's factors of {layer} are no matrices",
+                where=str(self.folder),
+                todo=MERGE,
             )
         up, down = pair.b, pair.a
         if pair.embedding or self.config.get("fan_in_fan_out"):
@@ -116,11 +125,7 @@ class Adapter:
 
 def read_adapter(folder: Path) -> Adapter:
     """Read a PEFT folder; what cannot be merged exactly is refused with the reason."""
-    path = folder / "adapter_config.json"
-    if not path.exists():
-        raise UsageError(
-            "no adapter here", where=str(folder), why="there is no adapter_config.json"
-        )
+    path = refuse_adapter(folder)
     config = read_json(path)
     _refuse(config, path)
     adapter = Adapter(folder, config)
@@ -138,14 +143,16 @@ def read_adapter(folder: Path) -> Adapter:
 def _refuse(config: Mapping[str, Any], path: Path) -> None:
     kind = str(config.get("peft_type", "LORA")).upper()
     if kind != "LORA":
-        raise UnsupportedError(f"the adapter is of type {kind}; qopt merges LORA", where=str(path))
+        raise UnsupportedError(
+            f"the adapter is of type {kind}; qopt merges LORA", where=str(path), todo=MERGE
+        )
     for setting, why in REFUSED.items():
         if config.get(setting):
             raise UnsupportedError(
                 f"the adapter sets {setting}",
                 where=str(path),
                 why=why,
-                todo="merge it with PEFT, save the model, and compile that",
+                todo=MERGE,
             )
     start = config.get("init_lora_weights")
     if isinstance(start, str) and re.match("pissa|olora|corda", start.lower()):
@@ -162,4 +169,8 @@ def _tensors(folder: Path) -> dict[str, LazyWeight]:
         return read_safetensors(folder / "adapter_model.safetensors")
     if (folder / "adapter_model.bin").exists():
         return read_torch_bin(folder / "adapter_model.bin")
-    raise UsageError("the adapter has no adapter_model.safetensors", where=str(folder))
+    raise UsageError(
+        "the adapter has no adapter_model.safetensors",
+        where=str(folder),
+        todo="fetch or save the adapter again",
+    )

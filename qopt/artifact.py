@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     import onnx
 
 MANIFEST = "qopt_manifest.json"
+ENVIRONMENT = "environment.json"
 SCHEMA = 1
+RECOPY = "copy or compile the artifact again"
 
 
 class _Strict(BaseModel):
@@ -144,6 +146,8 @@ class ArtifactWriter:
 
     def __enter__(self) -> ArtifactWriter:
         refuse_foreign(self.out)
+        if self.keep_rejected:
+            refuse_foreign(self.rejected)
         self._prepare_parent()
         try:
             self._lock = _locked(self.out)
@@ -232,7 +236,15 @@ class ArtifactWriter:
             raise ResourceError(
                 "no permission to write", where=str(there), todo="choose another output folder"
             )
-        free = shutil.disk_usage(there).free
+        disk = shutil.disk_usage(there)
+        free = disk.free
+        if not disk.total:
+            raise ResourceError(
+                "no files can be written here",
+                where=str(there),
+                why="it is on no disk, but a view into the running system",
+                todo="choose another output folder",
+            )
         if self.size is not None and self.size > free:
             raise ResourceError(
                 "no space left for the output",
@@ -256,12 +268,16 @@ class ArtifactWriter:
 
 
 def refuse_foreign(out: Path) -> None:
-    """Refuse an output path that holds anything but an artifact and its own files."""
+    """Refuse an output path that holds anything but an artifact and its own files.
+
+    And one whose OUT.log holds what qopt did not write, since the logs would replace it.
+    """
+    _refuse_foreign_log(log_folder(out))
     if not out.exists():
         return
     if not out.is_dir():
         raise UsageError(f"{out} is a file", todo="choose another output folder")
-    if out == Path.cwd():
+    if out.resolve() == Path.cwd():
         raise UsageError(f"{out} is the current folder", todo="name a folder to be made: -o NAME")
     names = set(_file_names(out))
     if not names and not any(out.iterdir()):
@@ -280,6 +296,28 @@ def refuse_foreign(out: Path) -> None:
             why="replacing it would delete them",
             todo="move them away, or choose another output folder",
         )
+
+
+def _refuse_foreign_log(folder: Path) -> None:
+    if not os.path.lexists(folder):
+        return
+    is_folder = folder.is_dir() and not folder.is_symlink()
+    if is_folder and (_is_log(folder) or not any(folder.iterdir())):
+        return
+    found = "holds no logs of qopt's" if is_folder else "is a file or a link"
+    raise UsageError(
+        f"{folder} {found}",
+        why="qopt writes its logs there, and replaces nothing that it did not write",
+        todo="move it away, or choose another output folder",
+    )
+
+
+def _is_log(folder: Path) -> bool:
+    """Whether `write_log` was here: it writes the environment first."""
+    try:
+        return "qopt" in json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def repair(out: Path) -> None:
@@ -314,7 +352,7 @@ def _locked(out: Path) -> Iterator[None]:
     path = _sibling(out, "{}.lock")
     while True:
         with _told_as_resource_error():
-            file = open(path, "a+")  # noqa: SIM115 - held across the yield
+            file = _opened(path)
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -324,6 +362,12 @@ def _locked(out: Path) -> Iterator[None]:
                     where=str(path),
                     todo="wait until it is done, or choose another output folder",
                 ) from None
+            if os.fstat(file.fileno()).st_size:
+                raise UsageError(
+                    f"{path} is not a lock of qopt's",
+                    why="it has something in it, and would be deleted",
+                    todo="move it away, or choose another output folder",
+                )
             with suppress(FileNotFoundError):
                 if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
                     try:
@@ -332,6 +376,20 @@ def _locked(out: Path) -> Iterator[None]:
                         path.unlink(missing_ok=True)
                     return
         # the former holder deleted the file between our open and our lock: once more
+
+
+def _opened(path: Path) -> IO[str]:
+    try:
+        return open(path, "a+")
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG or isinstance(error, IsADirectoryError):
+            raise UsageError(
+                "cannot write beside the output folder",
+                where=str(path),
+                why=error.strerror,
+                todo="choose another output folder",
+            ) from None
+        raise
 
 
 @contextmanager
@@ -388,12 +446,12 @@ def log_folder(out: Path) -> Path:
     return _sibling(Path(os.path.realpath(out)), "{}.log")
 
 
-def write_log(out: Path, **parts: object) -> Path:
-    """Write each part (environment, timings, report, ...) as OUT.log/PART.json."""
+def write_log(out: Path, environment: Mapping[str, str], **parts: object) -> Path:
+    """Write the environment and each part (report, source, ...) as OUT.log/PART.json."""
     folder = log_folder(out)
     with _told_as_resource_error():
         folder.mkdir(parents=True, exist_ok=True)
-        for name, part in parts.items():
+        for name, part in {"environment": environment, **parts}.items():
             text = json.dumps(part, indent=2, ensure_ascii=False, default=str) + "\n"
             (folder / f"{name}.json").write_text(text, encoding="utf-8")
     return folder
@@ -414,7 +472,7 @@ def read_manifest(folder: Path) -> Manifest:
             todo="compile again: qopt compile MODEL -o OUT",
         ) from None
     except ValueError as error:
-        raise UsageError("damaged manifest", where=str(path), why=str(error)) from None
+        raise UsageError("damaged manifest", where=str(path), why=str(error), todo=RECOPY) from None
     found = data.get("schema") if isinstance(data, dict) else None
     if isinstance(found, int) and found > SCHEMA:
         raise UsageError(
@@ -428,7 +486,7 @@ def read_manifest(folder: Path) -> Manifest:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise UsageError(
-            "damaged manifest", where=str(path), why=f"{place}: {first['msg']}"
+            "damaged manifest", where=str(path), why=f"{place}: {first['msg']}", todo=RECOPY
         ) from None
 
 
@@ -470,7 +528,7 @@ class Artifact:
                     f"{name} is not the file that was written",
                     where=str(self.folder),
                     why="its SHA-256 differs from the manifest's",
-                    todo="copy or compile the artifact again",
+                    todo=RECOPY,
                 )
 
     def _check_present(self, name: str, info: FileInfo) -> None:
@@ -482,7 +540,7 @@ class Artifact:
                 f"{name} is truncated or changed",
                 where=str(self.folder),
                 why=f"it has {path.stat().st_size} bytes, the manifest says {info.size}",
-                todo="copy or compile the artifact again",
+                todo=RECOPY,
             )
 
     def _check_external_data(self, name: str) -> None:
@@ -492,7 +550,7 @@ class Artifact:
             model = onnx.load(self.folder / name, load_external_data=False)
         except Exception as error:  # protobuf's DecodeError, which onnx does not export
             raise UsageError(
-                f"{name} is no ONNX file", where=str(self.folder), why=str(error)
+                f"{name} is no ONNX file", where=str(self.folder), why=str(error), todo=RECOPY
             ) from None
         for location in sorted(set(_locations(model))):
             base = PurePosixPath(name).parent / location
@@ -501,6 +559,7 @@ class Artifact:
                 raise UsageError(
                     f"{name} reads {location}, which the manifest does not list",
                     where=str(self.folder),
+                    todo=RECOPY,
                 )
 
 

@@ -138,7 +138,9 @@ def bench(
     some machines: give `threads` to compare like with like). The first round is not counted.
     """
     if min(prompt, new, batch, rounds) < 1:
-        raise UsageError("prompt, new, batch and rounds must all be 1 or more")
+        raise UsageError(
+            "prompt, new, batch and rounds must all be 1 or more", todo="give numbers above 0"
+        )
     engines = [open_engine(Path(folder), threads) for folder in (artifact, vs) if folder]
     speeds = [Speeds(engine.name, engine.threads) for engine in engines]
     vocab_size = min(engine.vocab_size for engine in engines)
@@ -177,6 +179,7 @@ def open_engine(folder: Path, threads: int | None = None) -> Engine:
         "nothing to time here",
         where=str(folder),
         why=f"it has none of {MANIFEST}, genai_config.json and config.json",
+        todo="name an artifact, an onnxruntime-genai folder or a transformers folder",
     )
 
 

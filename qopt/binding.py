@@ -182,6 +182,7 @@ def _move_prefixes(
             raise UsageError(
                 "the checkpoint holds more than one model of this shape",
                 why=f"under the prefixes {best[0]!r} and {others[0][0][0]!r}",
+                todo="save the one that is meant with its own save_pretrained",
             )
         theirs, ours = best
         moved = {

@@ -404,7 +404,7 @@ def capture_decoder(source: ModelSource, dtype: torch.dtype) -> Graph:
             raise UnsupportedError(
                 f"{type(model).__name__} cannot be captured",
                 why="; ".join(reasons),
-                todo=None
+                todo="give it as file.py:function, which compiles one forward of any torch module"
                 if compat.TRANSFORMERS_5
                 else "a mixture of experts needs transformers 5: pip install -U transformers",
             )

@@ -85,7 +85,9 @@ def _shards(index: Path) -> dict[str, str]:
     for shard in weight_map.values():
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise UsageError(
-                f"the index names a shard outside its folder: {shard}", where=str(index)
+                f"the index names a shard outside its folder: {shard}",
+                where=str(index),
+                todo=REFETCH,
             )
     return weight_map
 
@@ -147,7 +149,12 @@ def _entry(path: Path, name: str, entry: Any, start: int, size: int) -> LazyWeig
         raise _damaged(path, f"the header's entry for {name} is not understood") from None
     dtype = SAFETENSORS_DTYPES.get(code)
     if dtype is None:
-        raise UnsupportedError(f"tensor {name} has element type {code}", where=str(path))
+        raise UnsupportedError(
+            f"tensor {name} has element type {code}",
+            where=str(path),
+            why=f"qopt reads {', '.join(SAFETENSORS_DTYPES)}",
+            todo="save the checkpoint in one of these",
+        )
     wanted = torch.Size(shape).numel() * dtype.itemsize
     if min(shape, default=0) < 0 or first < 0 or last - first != wanted:
         raise _damaged(path, f"{name} takes {last - first} bytes, its shape {wanted}")
@@ -180,7 +187,11 @@ def read_torch_bin(path: Path) -> dict[str, LazyWeight]:
             "damaged checkpoint file", where=str(path), why=str(error), todo=REFETCH
         ) from None
     if not isinstance(state, Mapping):
-        raise UsageError("the checkpoint is no mapping of names to tensors", where=str(path))
+        raise UsageError(
+            "the checkpoint is no mapping of names to tensors",
+            where=str(path),
+            todo="save it with save_pretrained, as safetensors",
+        )
     tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
     if zipped:
         return {name: _in_archive(path, tensor) for name, tensor in tensors.items()}

@@ -355,6 +355,7 @@ def call_model(
         raise UnsupportedError(
             f"{type(model).__name__} takes no KV cache",
             why="it is not an autoregressive decoder with attention",
+            todo="give it as file.py:function, which compiles any torch module",
         )
     given = {"input_ids": ids, "attention_mask": mask, name: cache, "use_cache": cache is not None}
     if positions is not None:

@@ -31,7 +31,8 @@ from qopt.errors import GateError, UnsupportedError, UsageError
 from qopt.final_check import Checker, Job
 from qopt.gates import hold, measured, refuse_impossible
 from qopt.memory import CHECKER, COMPILER, Plan, Weights, memory_budget, plan, weights_of_source
-from qopt.recipe import Gate, Recipe, recipe_text
+from qopt.named import plugin_file, refuse_adapter, refuse_model
+from qopt.recipe import Gate, Recipe, refuse_damaged
 from qopt.report import LoweringRow, PassRow, Progress, Report, as_json
 from qopt.target import choose_dtype, choose_opset, find_target, short_name
 
@@ -87,7 +88,7 @@ def compile(
     out = Path(out) if out is not None else default_output(model, recipe)
     budget = memory_budget(max_ram)
     refuse_foreign(out)
-    recipe_text(recipe)  # a name that is none is told before torch is loaded
+    refuse_early(model, recipe, revision, adapter, plugins, target)
     with progress.step("starting"):
         from qopt import rewrite
         from qopt.capture import capture
@@ -203,6 +204,25 @@ def compile(
                 report.checks += hold(chosen, writer.folder, source, max_ram)
     write_logs(out, report, model, adapter, source)
     return CompileResult(out, report, report.notes)
+
+
+def refuse_early(
+    model: str,
+    recipe: str,
+    revision: str | None,
+    adapter: str | Path | None,
+    plugins: Sequence[str],
+    target: str | None,
+) -> None:
+    """What can be seen to be wrong at once is told before anything slow is imported."""
+    refuse_model(model, revision)
+    refuse_damaged(recipe)
+    if adapter is not None:
+        refuse_adapter(Path(adapter))
+    for plugin in plugins:
+        plugin_file(plugin)
+    if target is not None:
+        find_target(target)
 
 
 @dataclass
@@ -420,12 +440,12 @@ def write_logs(
     place = Path(model)
     write_log(
         out,
+        environment(),
         report=as_json(report),
         source={
             "model": str(place.resolve()) if place.exists() else model,
             "adapter": str(Path(adapter).resolve()) if adapter else None,
         },
-        environment=environment(),
     )
 
 

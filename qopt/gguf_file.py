@@ -219,7 +219,10 @@ def _write_config(file: GGUFFile, out: Path) -> None:
         names = compat.gguf_names(model, processor)
     except (ValueError, KeyError, NotImplementedError) as error:
         raise UnsupportedError(
-            "transformers cannot read this GGUF file", where=where, why=str(error)
+            "transformers cannot read this GGUF file",
+            where=where,
+            why=str(error),
+            todo="give the checkpoint as a transformers folder, or upgrade transformers",
         ) from None
     config.architectures = [type(model).__name__]
     config.dtype = torch.float32

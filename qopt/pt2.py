@@ -39,6 +39,7 @@ TARGETS = re.compile(
     r"|lshift|rshift|eq|ne|lt|le|gt|ge|getitem|index|truth)"
 )
 SYMBOL = re.compile(r"[A-Za-z_]\w*")
+REEXPORT = "export a model that is plain torch operators, with sizes that are plain arithmetic"
 
 
 def read_pt2(path: Path) -> tuple[ExportedProgram, dict[str, LazyWeight], dict[str, Any]]:
@@ -56,7 +57,10 @@ def read_pt2(path: Path) -> tuple[ExportedProgram, dict[str, LazyWeight], dict[s
         program = ExportedProgramDeserializer().deserialize(serialized, state, constant_state)
     except (SerializeError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise UsageError(
-            "torch cannot read this program", where=str(path), why=str(error)
+            "torch cannot read this program",
+            where=str(path),
+            why=str(error),
+            todo="export it again with the installed torch",
         ) from error
     return program, tensors | constants, {"graph": hashlib.sha256(text).hexdigest()}
 
@@ -155,9 +159,11 @@ def _refuse_text(graph: Any, path: Path) -> None:
     """Refuse what the deserializer would evaluate or look up outside the known operators."""
     for key, value in _strings(graph):
         if key == "expr_str" and not _is_expression(value):
-            raise UnsupportedError(f"a shape expression is not known: {value}", where=str(path))
+            raise UnsupportedError(
+                f"a shape expression is not known: {value}", where=str(path), todo=REEXPORT
+            )
         if key == "target" and not TARGETS.fullmatch(value):
-            raise UnsupportedError(f"the program calls {value}", where=str(path))
+            raise UnsupportedError(f"the program calls {value}", where=str(path), todo=REEXPORT)
 
 
 def _strings(tree: Any) -> Iterator[tuple[str, str]]:

@@ -28,9 +28,12 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from qopt.errors import UsageError
+from qopt.errors import ResourceError, UsageError
 
 SCHEMA = 1
+
+SHOWN = "`qopt recipes baseline` prints a recipe as an example"
+USAGE = "`qopt compile --help` shows what there is"
 
 _M = TypeVar("_M", bound=BaseModel)
 
@@ -178,7 +181,7 @@ class Recipe(Settings):
         file = _find(name)
         values, passes = _merged(file, registry, ())
         given = {key: value for key, value in overrides.items() if value is not None}
-        settings = _validated(Settings, values | given, lambda loc: f"--{loc[0]}")
+        settings = _validated(Settings, values | given, lambda loc: f"--{loc[0]}", USAGE)
         passes = _placed(passes, [_parsed(entry, registry, "--add") for entry in add], registry)
         passes = _without(passes, skip, lambda dropped: f"--skip {dropped}")
         passes = _cut(passes, stop_after)
@@ -232,22 +235,33 @@ class _File:
 
 def _find(name: str, folder: Path | None = Path(), where: str | None = None) -> _File:
     """An existing file first, else a built-in recipe with or without its ending."""
-    path = None if folder is None else folder / name
+    path = None if folder is None or not name else folder / name
     if path is not None and path.is_file():
-        try:
-            return _File(str(path), path.read_text(encoding="utf-8"), path.parent)
-        except (UnicodeDecodeError, OSError) as error:
-            raise UsageError("cannot read the recipe", where=str(path), why=str(error)) from None
+        return _File(str(path), _text(path), path.parent)
     builtin = builtin_recipes()
     stem = name.removesuffix(".yaml")
     if stem in builtin:
         return _File(f"{stem}.yaml", builtin[stem], None)
+    there = "a folder" if path is not None and path.is_dir() else "no file"
     raise UsageError(
         f"no recipe {name!r}{did_you_mean(stem, builtin)}",
         where=where,
-        why=f"it is no file, and the built-in recipes are: {', '.join(builtin)}",
-        todo="`qopt recipes` lists them",
+        why=f"it is {there}, and the built-in recipes are: {', '.join(builtin)}",
+        todo="give a YAML file; `qopt recipes` lists the built-in ones",
     )
+
+
+def _text(path: Path) -> str:
+    where, what = str(path), "cannot read the recipe"
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(what, where=where, why=str(error), todo="save it as UTF-8") from None
+    except PermissionError as error:
+        todo = "choose a file that you may read"
+        raise ResourceError(what, where=where, why=error.strerror, todo=todo) from None
+    except OSError as error:
+        raise UsageError(what, where=where, why=error.strerror, todo="give a YAML file") from None
 
 
 def builtin_recipes() -> dict[str, str]:
@@ -255,6 +269,11 @@ def builtin_recipes() -> dict[str, str]:
     files = resources.files("qopt.recipes").iterdir()
     texts = {f.name: f.read_text(encoding="utf-8") for f in files if f.name.endswith(".yaml")}
     return {name.removesuffix(".yaml"): texts[name] for name in sorted(texts)}
+
+
+def refuse_damaged(name: str) -> None:
+    """Refuse what can be seen to be no recipe without knowing the passes, which need torch."""
+    _read(_find(name))
 
 
 def recipe_text(name: str) -> str:
@@ -281,16 +300,24 @@ def _read(file: _File) -> tuple[_Document, CommentedMap]:
     except DuplicateKeyError as error:
         key = re.search(r'duplicate key "([^"]*)"', str(error.problem))
         raise UsageError(
-            f"the key {key[1] if key else ''!r} stands here twice", where=_mark(file, error)
+            f"the key {key[1] if key else ''!r} stands here twice",
+            where=_mark(file, error),
+            todo="leave one of them out",
         ) from None
     except MarkedYAMLError as error:
         raise UsageError(
-            "this is no YAML", where=_mark(file, error), why=str(error.problem)
+            "this is no YAML", where=_mark(file, error), why=str(error.problem), todo=SHOWN
         ) from None
     except (YAMLError, RecursionError) as error:
-        raise UsageError("this is no YAML", where=file.shown, why=str(error)) from None
+        raise UsageError("this is no YAML", where=file.shown, why=str(error), todo=SHOWN) from None
     if not isinstance(data, dict):
-        raise UsageError("a recipe is a map of keys and values", where=file.shown)
+        kind = {list: "a list", type(None): "empty"}.get(type(data), "a single value")
+        raise UsageError(
+            "a recipe is a map of keys and values",
+            where=file.shown,
+            why=f"this file is {kind}",
+            todo=SHOWN,
+        )
     found = data.get("schema", SCHEMA)
     if isinstance(found, int) and found != SCHEMA:
         raise UsageError(
@@ -333,7 +360,12 @@ def _where(file: _File, tree: Any, loc: Sequence[int | str]) -> str:
     return file.shown if line is None else f"{file.shown}:{line}"
 
 
-def _validated(model: type[_M], data: object, where: Callable[[tuple[int | str, ...]], str]) -> _M:
+def _validated(
+    model: type[_M],
+    data: object,
+    where: Callable[[tuple[int | str, ...]], str],
+    todo: str = SHOWN,
+) -> _M:
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -342,10 +374,23 @@ def _validated(model: type[_M], data: object, where: Callable[[tuple[int | str, 
     if first["type"] == "extra_forbidden":
         keys = _keys_at(model, loc[:-1])
         what = f"unknown key {loc[-1]!r}{did_you_mean(str(loc[-1]), keys)}"
-        raise UsageError(what, where=where(loc), why=f"the keys are: {', '.join(keys)}")
+        raise UsageError(what, where=where(loc), why=f"the keys are: {', '.join(keys)}", todo=todo)
     message = first["msg"].removeprefix("Value error, ").replace("Input should", "should")
+    if first["type"] in _KINDS:
+        message = f"should be {_KINDS[first['type']]}"
     key = ".".join(str(part) for part in loc)
-    raise UsageError(f"{key} {message}, not {first['input']!r}", where=where(loc))
+    raise UsageError(f"{key} {message}, not {first['input']!r}", where=where(loc), todo=todo)
+
+
+_KINDS = {
+    "bool_type": "true or false",
+    "dict_type": "a map of keys and values",
+    "float_type": "a number",
+    "int_type": "a whole number",
+    "list_type": "a list",
+    "model_type": "a map of keys and values",
+    "string_type": "text",
+}
 
 
 def _keys_at(model: type[BaseModel], loc: Iterable[int | str]) -> list[str]:
@@ -369,7 +414,9 @@ def _merged(
     """The settings and passes of a file on top of its parent's: maps merge, lists replace."""
     if file in children:
         chain = " extends ".join(f.shown for f in (*children[children.index(file) :], file))
-        raise UsageError("a recipe extends itself", where=file.shown, why=chain)
+        raise UsageError(
+            "a recipe extends itself", where=file.shown, why=chain, todo="drop one of the extends"
+        )
     document, tree = _read(file)
     values: dict[str, Any] = {}
     passes: list[PassEntry] = []
@@ -488,13 +535,16 @@ def _with_option(
             f"{entry.name} has no option {option!r}; "
             + (f"it has: {listed}" if listed else "it has none"),
             where=where,
+            todo=f"`qopt passes {entry.name}` tells of its options",
         )
     try:
         typed = _typed(options[option], value)
     except ValidationError:
         kind = type_name(options[option])
         raise UsageError(
-            f"{entry.name}.{option} must be {kind}, not {value!r}", where=where
+            f"{entry.name}.{option} must be {kind}, not {value!r}",
+            where=where,
+            todo=f"`qopt passes {entry.name}` tells of its options",
         ) from None
     return entry.model_copy(update={"options": entry.options | {option: typed}})
 
@@ -507,7 +557,11 @@ def _typed(hint: Any, value: object) -> Any:
 def _expected(name: str, value: object, where: str) -> Expect:
     if value == "all" or (type(value) is int and value >= 0):
         return cast(Expect, value)
-    raise UsageError(f"{name}.expect must be all or a number, not {value!r}", where=where)
+    raise UsageError(
+        f"{name}.expect must be all or a number, not {value!r}",
+        where=where,
+        todo="write how many rewrites there must be, or all",
+    )
 
 
 def _with_sets(entry: PassEntry, sets: Sequence[str], registry: Registry) -> PassEntry:
@@ -551,11 +605,19 @@ def _made(entry: PassEntry, registry: Registry) -> Any:
     missing = [name for name in pass_options(cls) if name not in entry.options]
     if missing:
         needed = f"{missing[0]} ({type_name(pass_options(cls)[missing[0]])})"
-        raise UsageError(f"{entry.name} needs the option {needed}", where=entry.where)
+        raise UsageError(
+            f"{entry.name} needs the option {needed}",
+            where=entry.where,
+            todo=f"give it a value: --set {entry.name}.{missing[0]}=VALUE, or in the recipe",
+        )
     try:
         return cls(**entry.options)
     except ValueError as error:
-        raise UsageError(f"{entry.name}: {error}", where=entry.where) from None
+        raise UsageError(
+            f"{entry.name}: {error}",
+            where=entry.where,
+            todo=f"`qopt passes {entry.name}` tells of its options",
+        ) from None
 
 
 # --- order -----------------------------------------------------------------------------------
@@ -601,7 +663,9 @@ def _placed(
     entries = {entry.name: entry for entry in added}
     for name in nx.lexicographical_topological_sort(graph, key=order.index):
         if any(entry.name == name for entry in placed):
-            raise UsageError(f"the recipe has {name} already", where=entries[name].where)
+            raise UsageError(
+                f"the recipe has {name} already", where=entries[name].where, todo="do not add it"
+            )
         before = _before(name, registry)
         index = max((i for i, e in enumerate(placed) if e.name in before), default=-1)
         placed.insert(index + 1, entries[name])

@@ -26,6 +26,7 @@ from qopt.canonical import canonicalize, written
 from qopt.errors import QoptError, UsageError
 from qopt.graph import Graph, GraphError, describe, target_name
 from qopt.info import ModelInfo
+from qopt.named import plugin_file
 
 PASSES: dict[str, type[Pass]] = {}
 
@@ -423,18 +424,21 @@ def load_plugin(plugin: str) -> str:
 
     Raises `UsageError` where it cannot be found or defines no pass.
     """
-    path = Path(plugin)
-    if path.suffix == ".py" or path.exists():
-        if not path.is_file():
-            raise UsageError("no such plugin file", where=plugin)
+    path = plugin_file(plugin)
+    if path is not None:
+        file = path
         name = f"qopt_plugin_{path.stem}"
-        _run_plugin(lambda: _run_file(name, path), plugin)
+        _run_plugin(lambda: _run_file(name, file), plugin)
     else:
         name = plugin
         _run_plugin(lambda: importlib.import_module(plugin), plugin)
         path = Path(str(sys.modules[plugin].__file__))
     if not any(f"{cls.__module__}.".startswith(f"{name}.") for cls in PASSES.values()):
-        raise UsageError("the plugin defines no pass", where=plugin)
+        raise UsageError(
+            "the plugin defines no pass",
+            where=plugin,
+            todo="write a class with a `name`, derived from qopt.rewrite.Pass or RewritePass",
+        )
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -455,7 +459,10 @@ def _run_plugin(run: Callable[[], Any], plugin: str) -> None:
         PASSES.clear()
         PASSES.update(before)  # half a plugin is none
         raise UsageError(
-            "the plugin fails on import", where=plugin, why=f"{type(error).__name__}: {error}"
+            "the plugin fails on import",
+            where=plugin,
+            why=f"{type(error).__name__}: {error}".rstrip(": "),
+            todo="mend it, or give a .py file or a module that can be imported",
         ) from error
 
 

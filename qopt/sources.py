@@ -6,7 +6,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import re
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
@@ -24,19 +23,19 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from qopt.adapter import Adapter, read_adapter
 from qopt.binding import absent_weight, bind_weights
+from qopt.cache import full_disk
 from qopt.checkpoint import has_weights, read_folder, read_json
 from qopt.compat import TRANSFORMERS_5
-from qopt.demo import DEMOS, find_demo
+from qopt.demo import find_demo
 from qopt.errors import ResourceError, UnsupportedError, UsageError
 from qopt.gguf_file import materialise, open_gguf, read_gguf
+from qopt.named import DEMOS, FORMS, refuse_model
 from qopt.pt2 import read_pt2
 from qopt.weights import LazyWeight
 
 __all__ = ["ModelSource", "bind_weights", "open_module", "open_source"]
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
-FORMS = "give a folder, a .gguf file, a .pt2 file or file.py:function"
 
 
 @dataclass
@@ -104,7 +103,10 @@ def open_source(
         source = _open(model, revision, weights)
     except OSError as error:
         raise ResourceError(
-            "cannot read the model", where=str(error.filename or model), why=error.strerror
+            "cannot read the model",
+            where=str(error.filename or model),
+            why=error.strerror or str(error),
+            todo="check that you may read it, and that its disk is there",
         ) from error
     source.where = model
     source.with_weights = weights
@@ -116,9 +118,8 @@ def open_source(
 
 
 def _open(model: str, revision: str | None, weights: bool) -> ModelSource:
+    refuse_model(model, revision)
     file, _, function = model.rpartition(":")
-    if revision is not None and (Path(model).exists() or model in DEMOS):
-        raise UsageError("--revision is for hub ids", where=model)
     if Path(model).exists():
         return _open_path(Path(model), weights)
     if function.isidentifier() and Path(file).is_file():
@@ -127,18 +128,16 @@ def _open(model: str, revision: str | None, weights: bool) -> ModelSource:
         source = _open_path(find_demo(model), weights)
         source.identity = model
         return source
-    if HUB_ID.fullmatch(model):
-        return open_folder(download(model, revision), identity=model, weights=weights)
-    raise UsageError(
-        f"no such model: {model}",
-        why="it is no path, no demo name, and does not look like a hub id (org/name)",
-        todo=f"give one of these, or a demo: {', '.join(DEMOS)}",
-    )
+    return open_folder(download(model, revision), identity=model, weights=weights)
 
 
 def _adapt(source: ModelSource, adapter: Adapter) -> None:
     if source.kind == "program":
-        raise UnsupportedError("an adapter cannot be merged into a .pt2 file", where=source.where)
+        raise UnsupportedError(
+            "an adapter cannot be merged into a .pt2 file",
+            where=source.where,
+            todo="merge it with PEFT before exporting, or compile the checkpoint's folder",
+        )
     if source.kind == "module":
         source.tensors = adapter.merge(source.tensors)
     else:  # its names are those of the decoder: merged when the weights are bound
@@ -217,7 +216,9 @@ def _refuse_config(raw: dict[str, Any], folder: Path) -> None:
             todo="use a transformers release that has this type built in",
         )
     raise UnsupportedError(
-        f"the installed transformers does not know model type {kind!r}", where=where
+        f"the installed transformers does not know model type {kind!r}",
+        where=where,
+        todo="pip install --upgrade transformers, or give the model as file.py:function",
     )
 
 
@@ -227,7 +228,10 @@ def text_config(folder: Path) -> tuple[PretrainedConfig, list[str]]:
         whole = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UsageError(
-            "transformers refuses the config", where=str(folder / "config.json"), why=str(error)
+            "transformers refuses the config",
+            where=str(folder / "config.json"),
+            why=str(error),
+            todo="mend or fetch the file again",
         ) from None
     config, notes = whole.get_text_config(decoder=True), []
     if config.model_type == whole.model_type:  # for an encoder-decoder it is a changed copy
@@ -292,9 +296,12 @@ def open_function(file: Path, name: str) -> ModelSource:
             "the file raised an error",
             where=where,
             why=f"{type(error).__name__}: {error}".rstrip(": "),
+            todo="mend the file; --debug shows where it fails",
         ) from error
     if function is None:
-        raise UsageError(f"the file has no function {name}", where=str(file))
+        raise UsageError(
+            f"the file has no function {name}", where=str(file), todo="name one that it has"
+        )
     match result:
         case (nn.Module() as module, tuple() | list() as args):
             return open_module(module, tuple(args))
@@ -400,7 +407,7 @@ def download(hub_id: str, revision: str | None = None) -> Path:
             todo="check name and --revision; a gated model wants HF_TOKEN",
         ) from None
     except (OSError, RuntimeError) as error:
-        raise _no_network(hub_id, str(error).splitlines()[0]) from None
+        raise full_disk(error) or _no_network(hub_id, str(error).splitlines()[0]) from None
 
 
 def _no_network(hub_id: str, why: str) -> ResourceError:

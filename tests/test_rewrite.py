@@ -402,3 +402,6 @@ def test_no_such_plugin(tmp_path: Path) -> None:
         load_plugin(str(tmp_path / "absent.py"))
     with pytest.raises(UsageError, match="the plugin fails on import"):
         load_plugin("no_module_of_this_name")
+    (tmp_path / "mine.txt").write_text(PLUGIN)
+    with pytest.raises(UsageError, match=r"only a \.py file is run"):
+        load_plugin(str(tmp_path / "mine.txt"))

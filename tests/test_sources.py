@@ -5,9 +5,11 @@ References are transformers' `from_pretrained`, `torch.export` and dense formula
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
+import resource
 import socket
 import zipfile
 from collections.abc import Callable, Mapping
@@ -20,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import init_empty_weights
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
@@ -499,6 +502,18 @@ def test_a_hub_id_offline_is_code_6_and_others_code_2(monkeypatch: pytest.Monkey
         assert f"no such model: {name}" in refusal(UsageError, name)
 
 
+def test_a_full_disk_is_no_missing_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, local_files_only: bool = False, **__: Any) -> str:
+        if local_files_only:
+            raise LocalEntryNotFoundError("not here")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", full)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+    assert "no space left on the disk" in refusal(ResourceError, "no-such-org/no-such-model")
+
+
 def test_a_snapshot_in_the_cache_needs_no_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -577,6 +592,19 @@ def test_a_gguf_gives_what_transformers_loads(tied: bool, tmp_path: Path) -> Non
     assert source.dtype == torch.float32
     assert source.config is not None
     assert source.config.tie_word_embeddings is tied
+
+
+@pytest.mark.parametrize("most", [10, 2000])  # bytes of a file: the config, the tokenizer
+def test_a_gguf_on_a_full_disk_leaves_nothing(cache: Path, most: int, tmp_path: Path) -> None:
+    path = gguf_file(tmp_path / "tiny.gguf", tiny())
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limit[1]))
+    try:
+        text = refusal(ResourceError, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert "no space left on the disk" in text
+    assert not cache.exists()
 
 
 def test_a_gguf_s_tokenizer_and_config_lie_in_the_cache(cache: Path, tmp_path: Path) -> None:

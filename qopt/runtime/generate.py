@@ -52,9 +52,14 @@ def open_session(
                 f"no {', '.join(providers)}",
                 where=str(artifact.folder),
                 why=f"{target} runs in torch, which has no execution providers",
+                todo="leave providers out",
             )
         return TorchSession(artifact, threads=threads)
-    raise UnsupportedError(f"this runtime cannot run target {target}", where=str(artifact.folder))
+    raise UnsupportedError(
+        f"this runtime cannot run target {target}",
+        where=str(artifact.folder),
+        todo="upgrade qopt, or compile for another target: `qopt doctor` lists them",
+    )
 
 
 class Model:
@@ -141,7 +146,10 @@ class Model:
         if attention_mask is not None:
             mask = np.asarray(attention_mask) != 0
             if mask.shape != np.shape(input_ids):
-                raise UsageError(f"the mask has shape {mask.shape}, the ids {np.shape(input_ids)}")
+                raise UsageError(
+                    f"the mask has shape {mask.shape}, the ids {np.shape(input_ids)}",
+                    todo="give one mask value a token id",
+                )
             ids = [np.array(row)[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
         return self._run(ids, settle(options, self.manifest.preset), stream)
 

@@ -271,8 +271,12 @@ def refuse_other_inputs(feeds: Feeds, needed: Iterable[str], optional: Iterable[
     if unknown or missing:
         raise UsageError(
             "the inputs are not the model's",
-            why=f"missing: {missing}; unknown: {unknown}",
-            todo=f"give exactly {sorted(needed)}",
+            why="; ".join(
+                f"{kind}: {', '.join(names)}"
+                for kind, names in (("missing", missing), ("unknown", unknown))
+                if names
+            ),
+            todo="`qopt inspect` shows the inputs with their types and shapes",
         )
 
 

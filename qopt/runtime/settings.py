@@ -92,5 +92,8 @@ def settle(options: Options, default_preset: str) -> Settings:
         ignore_eos=given.get("ignore_eos", False),
     )
     if settings.max_new_tokens < 1:
-        raise UsageError(f"max_new_tokens is {settings.max_new_tokens}, it must be 1 or more")
+        raise UsageError(
+            f"max_new_tokens is {settings.max_new_tokens}, it must be 1 or more",
+            todo="give at least 1",
+        )
     return settings

@@ -81,7 +81,11 @@ class Tokenizer:
                 **self._special_tokens,
             )
         except jinja2.TemplateError as error:
-            raise UsageError("the chat template refuses these messages", why=str(error)) from None
+            raise UsageError(
+                "the chat template refuses these messages",
+                why=str(error),
+                todo="change the messages, or give a plain prompt (--raw)",
+            ) from None
 
     @cached_property
     def _config(self) -> dict[str, Any]:
@@ -178,7 +182,7 @@ class StopStrings:
     def __init__(self, strings: Sequence[str]) -> None:
         """`strings`: none of them empty."""
         if not all(strings):
-            raise UsageError("a stop string is empty")
+            raise UsageError("a stop string is empty", todo="give text, or none")
         self._strings = tuple(strings)
         self._held = ""
         self.stopped = False
