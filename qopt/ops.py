@@ -311,6 +311,33 @@ def rotary_from_positions(
     )
 
 
+def linear_behind(x: Tensor, _: Tensor | None, weight: Tensor, *__: Any, **___: Any) -> Tensor:
+    """(..., rows of weight)."""
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@op(
+    "rms_norm_linear(Tensor x, Tensor? norm_weight, Tensor weight, Tensor? bias, float eps, "
+    "bool cast_first=True, str? activation=None) -> Tensor",
+    linear_behind,
+)
+def rms_norm_linear(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    cast_first: bool = True,
+    activation: str | None = None,
+) -> Tensor:
+    """`activation(rms_norm(x) @ weight.T + bias)`: x (..., K), weight (N, K), bias (N).
+
+    `norm_weight` (K), `eps` and `cast_first` are those of `rms_norm`; activation is None or silu.
+    """
+    out = F.linear(rms_norm.reference(x, norm_weight, eps, cast_first), weight, bias)
+    return out if activation is None else ACTIVATIONS[activation](out)
+
+
 @op("last_tokens(Tensor x, Tensor mask, Tensor n) -> Tensor")
 def last_tokens(x: Tensor, mask: Tensor, n: Tensor) -> Tensor:
     """Each row's own last n real columns of x (B, S, W): (B, n, W); n = 0 keeps all S.

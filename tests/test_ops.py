@@ -168,6 +168,16 @@ def test_rotation_by_complex_numbers(interleaved: bool) -> None:
     assert torch.equal(got[..., 8:], x[..., 8:])
 
 
+def test_norm_and_linear() -> None:
+    x, scale, weight, bias = (torch.randn(s) for s in ((2, 3, 8), (8,), (5, 8), (5,)))
+    normed = x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * scale
+    want = normed @ weight.t() + bias
+    got = OPERATIONS.rms_norm_linear(x, scale, weight, bias, 1e-6)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    got = OPERATIONS.rms_norm_linear(x, scale, weight, bias, 1e-6, False, "silu")
+    torch.testing.assert_close(got, want * want.sigmoid(), rtol=1e-5, atol=1e-5)
+
+
 def rates(pairs: int) -> Tensor:
     return 1e4 ** -(torch.arange(pairs) / pairs)
 
@@ -265,6 +275,10 @@ ARGUMENTS: dict[str, Any] = {
         {},
     ),
     "softmax": lambda: ([torch.randn(2, 3, 8).half(), torch.rand(3, 1) < 0.5], {}),
+    "rms_norm_linear": lambda: (
+        [torch.randn(2, 3, 8).half(), torch.randn(8).half(), torch.randn(5, 8).half(), None, 1e-6],
+        {"activation": "silu"},
+    ),
     "gated": lambda: ([torch.randn(2, 8), torch.randn(2, 8), "gelu"], {}),
     "experts": lambda: (
         [

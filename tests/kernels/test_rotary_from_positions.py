@@ -54,9 +54,7 @@ def test_far_positions(interpreter: Any) -> None:
 def test_slices_of_a_merged_projection(interpreter: Any) -> None:
     """H02: heads inside (B, S, (H + 2 K) D); outputs have strides of their own."""
     merged = torch.randn(2, 5, 8 * 16)
-    q, k, _ = (
-        x.unflatten(2, (-1, 16)).transpose(1, 2) for x in torch.split(merged, [64, 32, 32], 2)
-    )
+    q, k, _ = (x.view(2, 5, -1, 16).transpose(1, 2) for x in torch.split(merged, [64, 32, 32], 2))
     positions = torch.randint(0, 99, (5, 2)).t()
     got = interpreter.agrees("rotary_from_positions", q, k, positions, rates(6), reduced=256)
     assert [x.shape for x in got] == [q.shape, k.shape]
