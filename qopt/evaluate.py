@@ -92,7 +92,11 @@ def evaluate(
         gated=against is not None and not isinstance(artifact, Model),
     )
     room = subject.folder.parent if memory.gate_in_parts else None
-    ids = _windows(subject, text.decode("utf-8"), windows, length, first)
+    ids = _windows(subject, text, windows, length, first)
+    notes = list(memory.notes)
+    if len(ids) < windows:
+        there = f"the text has {first + len(ids)} of {length} tokens"
+        notes.append(f"{len(ids)} of {windows} windows scored, from {first} on: {there}")
     original = None if against is None else _scorer(against, threads, room)
     if room is not None or isinstance(artifact, Model):
         score = _scorer(artifact, threads, room)
@@ -108,44 +112,67 @@ def evaluate(
         windows=len(ids),
         length=length,
         tokens=len(ids) * (length - 1),
-        text_sha256=hashlib.sha256(text).hexdigest(),
+        text_sha256=hashlib.sha256(text.encode()).hexdigest(),
         against_perplexity=math.exp(mean["other"]) if original else None,
         kl=max(0.0, mean["kl"]) if original else None,  # rounding may leave -1e-8
         top1=mean["same"] if original else None,
-        notes=list(memory.notes),
+        notes=notes,
     )
 
 
 def count_windows(artifact: str | Path | Model, text_file: str | Path, length: int) -> int:
     """How many whole windows of `length` tokens a text has."""
     subject = artifact if isinstance(artifact, Model) else Artifact.load(artifact)
-    text = _read(Path(text_file)).decode("utf-8")
-    found = len(Tokenizer(subject.folder).encode(text, special=False)) // length
-    if not found:
-        raise UsageError(f"the text has no window of {length} tokens", where=str(text_file))
-    return found
+    tokens = len(Tokenizer(subject.folder).encode(_read(Path(text_file)), special=False))
+    if tokens < length:
+        raise _too_short(tokens, length)
+    return tokens // length
 
 
-def _read(path: Path) -> bytes:
+def _too_short(tokens: int, length: int) -> UsageError:
+    return UsageError(
+        f"the text has {tokens} tokens, less than one window of {length}",
+        todo="give a longer text, or shorter windows with --length",
+    )
+
+
+def _read(path: Path) -> str:
     try:
-        return path.read_bytes()
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            "the text is not UTF-8", where=str(path), why=str(error), todo="save it as UTF-8"
+        ) from None
     except OSError as error:
-        raise UsageError("cannot read the text", where=str(path), why=error.strerror) from None
+        raise UsageError(
+            "cannot read the text",
+            where=str(path),
+            why=error.strerror,
+            todo="give --text a file that you may read",
+        ) from None
 
 
 def _windows(subject: Model | Artifact, text: str, windows: int, length: int, first: int) -> Array:
     """Token ids [windows, length]; a last window that is not full is left out."""
     if length < 2 or windows < 1:
-        raise UsageError(f"{windows} windows of {length} tokens leave nothing to score")
+        raise UsageError(
+            f"{windows} windows of {length} tokens leave nothing to score",
+            todo="take at least 1 window of at least 2 tokens",
+        )
     context = subject.manifest.model.context_length
     if context is not None and length > context:
-        raise UsageError(f"a window of {length} tokens exceeds the context of {context}")
+        raise UsageError(
+            f"a window of {length} tokens exceeds the context of {context}",
+            todo=f"give --length {context} or less",
+        )
     ids = np.array(Tokenizer(subject.folder).encode(text, special=False), np.int64)
     whole = ids[: len(ids) // length * length].reshape(-1, length)
+    if not len(whole):
+        raise _too_short(len(ids), length)
     if len(whole) <= first:
         raise UsageError(
             f"the text has {len(ids)} tokens, window {first} of {length} tokens is not there",
-            todo="give a longer text or shorter windows",
+            todo=f"it has {len(whole)}: give --first {len(whole) - 1} or less, or a longer text",
         )
     return whole[first : first + windows]
 
@@ -185,7 +212,10 @@ def _model_scorer(model: str | Path | ModelSource, room: Path | None) -> Scorer:
     source = open_source(str(model)) if isinstance(model, str | Path) else model
     if source.kind != "decoder":
         raise UsageError(
-            "only a decoder can be compared on a text", where=source.where, why=f"a {source.kind}"
+            "only a decoder can be compared on a text",
+            where=source.where,
+            why=f"this is a {source.kind}",
+            todo="give --against a language model, or leave it out",
         )
     if room is not None:
         from qopt.streamed import StreamedReference
@@ -216,7 +246,10 @@ def _compare(window: Array, logits: Array, other: Array | None) -> dict[str, flo
 def _log_softmax(logits: Array) -> Array:
     shifted = logits - logits.max(axis=1, keepdims=True)
     if not np.isfinite(shifted).all():
-        raise UsageError("the logits are not numbers (NaN or infinite): nothing to score")
+        raise UsageError(
+            "the logits are not numbers (NaN or infinite): nothing to score",
+            todo="check the artifact with `qopt verify`; float16 may be too narrow for this model",
+        )
     total = np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64)
     return np.asarray(shifted - np.log(total).astype(np.float32))
 
@@ -230,5 +263,6 @@ def _sum_of(log_probabilities: Array, chosen: Array) -> float:
 def _refuse_other_vocabulary(ours: Array, theirs: Array) -> None:
     if ours.shape != theirs.shape:
         raise UsageError(
-            f"the two models differ in vocabulary: {ours.shape[1]} and {theirs.shape[1]} tokens"
+            f"the two models differ in vocabulary: {ours.shape[1]} and {theirs.shape[1]} tokens",
+            todo="give --against a model of the same vocabulary",
         )

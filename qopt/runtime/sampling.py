@@ -35,7 +35,10 @@ class Sampling:
         }
         for name, (good, range_) in allowed.items():
             if not (good and math.isfinite(getattr(self, name))):
-                raise UsageError(f"{name} is {getattr(self, name)}, it must be {range_}")
+                raise UsageError(
+                    f"{name} is {getattr(self, name)}, it must be {range_}",
+                    todo="give it such a value",
+                )
 
 
 class Sampler:

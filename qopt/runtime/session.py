@@ -219,7 +219,12 @@ def read_graph(path: Path) -> Any:
     try:
         return onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf's DecodeError, which onnx does not export
-        raise UsageError("not an ONNX file", where=str(path), why=str(error)) from None
+        raise UsageError(
+            "not an ONNX file",
+            where=str(path),
+            why=str(error),
+            todo="copy or compile the artifact again",
+        ) from None
 
 
 def _without_override(path: Path) -> tuple[bytes | None, dict[str, Array]]:
@@ -260,7 +265,10 @@ def _spec(value: Any) -> Spec:
     shape = tuple(d if isinstance(d, int | str) else "?" for d in value.shape)
     dtype = _DTYPES.get(value.type)
     if dtype is None:
-        raise UnsupportedError(f"{value.name} is a {value.type}, which this runtime does not feed")
+        raise UnsupportedError(
+            f"{value.name} is a {value.type}, which this runtime does not feed",
+            todo="run it with onnxruntime itself",
+        )
     return Spec(dtype, shape)
 
 

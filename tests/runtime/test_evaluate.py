@@ -72,6 +72,9 @@ def test_windows_may_start_later_and_a_broken_one_is_left_out(tiny: Build, text:
     model = tiny().load()
     every = evaluate(model, text, windows=99, length=16)
     assert every.windows == len(TEXT) // 16
+    assert every.notes == ["8 of 99 windows scored, from 0 on: the text has 8 of 16 tokens"]
+    assert ("note", every.notes[0]) in every.tables()[0].rows
+    assert evaluate(model, text, windows=8, length=16).notes == []
     last = evaluate(model, text, windows=99, length=16, first=every.windows - 1)
     assert last.windows == 1
     with pytest.raises(UsageError, match="window 8 of 16 tokens is not there"):
@@ -82,6 +85,12 @@ def test_bad_input(tiny: Build, text: Path, tmp_path: Path) -> None:
     model = tiny().load()
     with pytest.raises(UsageError, match="cannot read the text"):
         evaluate(model, tmp_path / "none.txt")
+    (tmp_path / "binary").write_bytes(b"\xff")
+    with pytest.raises(UsageError, match="the text is not UTF-8"):
+        evaluate(model, tmp_path / "binary", length=16)
+    (tmp_path / "short").write_text("brief")
+    with pytest.raises(UsageError, match="the text has 5 tokens, less than one window of 16"):
+        evaluate(model, tmp_path / "short", length=16)
     with pytest.raises(UsageError, match="window of 512 tokens exceeds the context of 96"):
         evaluate(model, text)
     with pytest.raises(UsageError, match="the folder holds no model"):
