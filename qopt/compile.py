@@ -31,7 +31,7 @@ from qopt.errors import GateError, UnsupportedError, UsageError
 from qopt.final_check import Checker, Job
 from qopt.gates import hold, measured, refuse_impossible
 from qopt.memory import CHECKER, COMPILER, Plan, Weights, memory_budget, plan, weights_of_source
-from qopt.named import plugin_file, refuse_adapter, refuse_model
+from qopt.named import plugin_file, refuse_adapter, refuse_dump, refuse_model
 from qopt.recipe import Gate, Recipe, refuse_damaged
 from qopt.report import LoweringRow, PassRow, Progress, Report, as_json
 from qopt.target import choose_dtype, choose_opset, find_target, short_name
@@ -88,7 +88,7 @@ def compile(
     out = Path(out) if out is not None else default_output(model, recipe)
     budget = memory_budget(max_ram)
     refuse_foreign(out)
-    refuse_early(model, recipe, revision, adapter, plugins, target)
+    refuse_early(model, recipe, revision, adapter, plugins, target, dump)
     with progress.step("starting"):
         from qopt import rewrite
         from qopt.capture import capture
@@ -213,6 +213,7 @@ def refuse_early(
     adapter: str | Path | None,
     plugins: Sequence[str],
     target: str | None,
+    dump: str | Path | None,
 ) -> None:
     """What can be seen to be wrong at once is told before anything slow is imported."""
     refuse_model(model, revision)
@@ -221,6 +222,8 @@ def refuse_early(
         refuse_adapter(Path(adapter))
     for plugin in plugins:
         plugin_file(plugin)
+    if dump is not None:
+        refuse_dump(Path(dump))
     if target is not None:
         find_target(target)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from pathlib import Path
 
-from qopt.errors import UsageError
+from qopt.errors import ResourceError, UsageError
 
 DEMOS = ("smollm2-135m", "random-llama-0.4b", "random-llama-1b")
 FORMS = "give a folder, a .gguf file, a .pt2 file or file.py:function"
@@ -17,8 +19,8 @@ def refuse_model(model: str, revision: str | None = None) -> None:
     if not model:
         raise UsageError("MODEL is empty", todo=FORMS)
     file, _, function = model.rpartition(":")
-    coded = function.isidentifier() and file.endswith(".py")
-    if Path(model).exists() or model in DEMOS or (coded and Path(file).is_file()):
+    in_file = function.isidentifier() and Path(file).is_file()
+    if Path(model).exists() or model in DEMOS or in_file:
         if revision is not None:
             raise UsageError(
                 "--revision is for hub ids",
@@ -27,6 +29,7 @@ def refuse_model(model: str, revision: str | None = None) -> None:
                 todo="leave --revision out",
             )
         return
+    coded = function.isidentifier() and file.endswith(".py")
     if coded or _is_path(model):
         raise UsageError(
             f"no such model: {model}",
@@ -59,6 +62,17 @@ def refuse_adapter(folder: Path) -> Path:
             todo="give the folder that PEFT's save_pretrained wrote",
         )
     return path
+
+
+def refuse_dump(folder: Path) -> None:
+    """Refuse a place for dumps that is no folder and cannot become one."""
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise UsageError(f"--dump: {there} is a file", todo="name a folder, there or not")
+    if not os.access(there, os.W_OK | os.X_OK) or not shutil.disk_usage(there).total:
+        raise ResourceError(
+            "--dump: no files can be written here", where=str(there), todo="name another folder"
+        )
 
 
 def plugin_file(plugin: str) -> Path | None:

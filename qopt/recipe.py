@@ -571,10 +571,13 @@ def _with_sets(entry: PassEntry, sets: Sequence[str], registry: Registry) -> Pas
             where = f"--set {text}"
             try:
                 entry = _with_option(entry, option, _plain(_yaml().load(value)), where, registry)
-            except (UsageError, YAMLError):  # text that reads like a number, or like YAML
-                if pass_options(registry[name]).get(option) is not str:
+            except (UsageError, YAMLError) as error:  # text that reads like a number, or like YAML
+                if pass_options(registry[name]).get(option) is str:
+                    entry = _with_option(entry, option, value, where, registry)
+                elif isinstance(error, UsageError):
                     raise
-                entry = _with_option(entry, option, value, where, registry)
+                else:
+                    raise UsageError("the value is no YAML", where=where, todo=USAGE) from None
     return entry
 
 

@@ -88,9 +88,12 @@ def test_no_such_model(refused: Refused) -> None:
         ("./nosuch.gguf", "there is no file or folder ./nosuch.gguf"),
         ("nosuch.pt2", "there is no file or folder nosuch.pt2"),
         ("nosuch.py:make", "there is no file or folder nosuch.py"),
+        (f"{__file__}:no such", "there is no file or folder"),
+        ("../mine.txt:make", "only a .py file is run as code"),
     ],
 )
-def test_a_model_that_is_not_there(name: str, words: str, refused: Refused) -> None:
+def test_a_model_that_is_not_there(name: str, words: str, refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("")
     assert words in refused(2, name)
 
 
@@ -236,6 +239,10 @@ def test_a_target_of_later_work(target: str, refused: Refused, model: Path) -> N
         (2, ["--adapter", "."], "there is no adapter_config.json"),
         (2, ["--revision", "main"], "neither a path nor a demo has revisions"),
         (2, ["--recipe", "."], "it is a folder"),
+        (2, ["--dump", "../mine.txt"], "mine.txt is a file"),
+        (2, ["--dump", "../mine.txt/deeper"], "mine.txt is a file"),
+        (6, ["--dump", "/proc/x"], "/proc: --dump: no files can be written here"),
+        (2, ["--set", "merge-qkv.nope=["], "the value is no YAML"),
         (6, ["--max-ram", "10MB"], "may be used"),
     ],
 )
