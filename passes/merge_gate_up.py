@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from qopt.passes.merge_qkv import merge_linears
 from torch import fx
 
 from qopt.graph import Graph
 from qopt.ops import OPS
+from qopt.passes.merge_qkv import merge_linears
 from qopt.rewrite import Pass
 
 LINEAR = torch.ops.aten.linear.default

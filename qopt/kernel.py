@@ -89,11 +89,13 @@ def kernel(
     *,
     refuses: Callable[..., str | None],
     forms: Callable[[str], Iterable[Form]],
+    first: bool = False,
 ) -> Callable[[Callable[..., Any]], Kernel]:
     """Register the decorated launcher, which has the op's arguments, as a kernel of the op.
 
     `refuses` takes the same arguments; its docstring's first paragraph says what the kernel takes.
-    `forms` gives, for an architecture, every form that the launcher can ask for.
+    `forms` gives, for an architecture, every form that the launcher can ask for. Kernels are tried
+    in the order of registration, a `first` one before those that are there.
     """
 
     def register(launcher: Callable[..., Any]) -> Kernel:
@@ -101,7 +103,7 @@ def kernel(
         others = KERNELS.setdefault(op.name, [])
         if any(other.name == name for other in others):
             raise TypeError(f"{op.name} has two kernels named {name}")
-        others.append(made)
+        others.insert(0 if first else len(others), made)
         return made
 
     return register
