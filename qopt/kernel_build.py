@@ -125,7 +125,7 @@ def listing() -> Listing:
     rows = []
     for name in sorted(OPS):
         for one in kernel.KERNELS.get(name, []):
-            rows.append(Row(name, one.name, len(list(one.forms("sm_90"))), one.accepts))
+            rows.append(Row(name, one.name, len(set(one.forms("sm_90"))), one.accepts))
         rows.append(Row(name, "reference", 0, "Everything, in torch."))
     return Listing(missing, rows)
 

@@ -338,6 +338,76 @@ def rms_norm_linear(
     return out if activation is None else ACTIVATIONS[activation](out)
 
 
+def dequantize(
+    packed: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int, width: int
+) -> Tensor:
+    """Rows of a quantized matrix in full, (N, width), in the type of its scales.
+
+    `packed` is uint8 (N, G, g * bits / 8), groups of g elements of 2, 4 or 8 bits, low bits first;
+    scales (N, G); `zero_points` uint8 (N, ceil(G * bits / 8)), packed likewise, absent 2^(bits-1).
+    The layout is that of onnxruntime's MatMulNBits; width is at most G * g.
+    """
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+
+    def unpacked(data: Tensor) -> Tensor:
+        parts: Tensor = (data[..., None] >> shifts) & (2**bits - 1)
+        return parts.flatten(-2).float()
+
+    values = unpacked(packed)
+    if zero_points is None:
+        values = values - 2 ** (bits - 1)
+    else:
+        values = values - unpacked(zero_points)[:, : packed.shape[1], None]
+    wide = (values * scales[..., None].float()).flatten(1)[:, :width]
+    return wide.to(scales.dtype).contiguous()
+
+
+@op(
+    "quantized_embedding(Tensor ids, Tensor packed, Tensor scales, Tensor? zero_points=None, *, "
+    "int bits, int width) -> Tensor",
+    lambda ids, packed, scales, *_, width, **__: scales.new_empty(*ids.shape, width),
+)
+def quantized_embedding(
+    ids: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    zero_points: Tensor | None = None,
+    *,
+    bits: int,
+    width: int,
+) -> Tensor:
+    """Rows of a quantized table by integer ids of any shape: (..., width), in the scales' type.
+
+    The table's tensors are as `dequantize` has them; only the rows that are asked for are widened.
+    """
+    rows = ids.flatten()
+    zeros = None if zero_points is None else zero_points[rows]
+    wide = dequantize(packed[rows], scales[rows], zeros, bits, width)
+    return wide.view(*ids.shape, width)
+
+
+@op(
+    "quantized_linear(Tensor x, Tensor packed, Tensor scales, Tensor? zero_points=None, "
+    "Tensor? bias=None, *, int bits) -> Tensor",
+    lambda x, packed, *_, **__: x.new_empty(*x.shape[:-1], packed.shape[0]),
+)
+def quantized_linear(
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    zero_points: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    bits: int,
+) -> Tensor:
+    """`x @ weight.T + bias` by a weight that is stored quantized: x (..., K), result (..., N).
+
+    The weight's tensors are as `dequantize` has them, K its width; it is rounded to the type of x.
+    """
+    weight = dequantize(packed, scales, zero_points, bits, x.shape[-1])
+    return F.linear(x, weight.to(x.dtype), bias)
+
+
 @op("last_tokens(Tensor x, Tensor mask, Tensor n) -> Tensor")
 def last_tokens(x: Tensor, mask: Tensor, n: Tensor) -> Tensor:
     """Each row's own last n real columns of x (B, S, W): (B, n, W); n = 0 keeps all S.

@@ -178,6 +178,36 @@ def test_norm_and_linear() -> None:
     torch.testing.assert_close(got, want * want.sigmoid(), rtol=1e-5, atol=1e-5)
 
 
+def quantized(rows: int, width: int, bits: int, group: int) -> list[Tensor]:
+    groups = -(-width // group)
+    return [
+        torch.randint(256, (rows, groups, group * bits // 8), dtype=torch.uint8),
+        torch.rand(rows, groups) + 0.5,
+        torch.randint(256, (rows, -(-groups * bits // 8)), dtype=torch.uint8),
+    ]
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_quantized_matrices(bits: int, zeros: bool) -> None:
+    """D01: low bits first, one scale and zero point a group, the last group partly used."""
+    packed, scales, zero_points = quantized(5, 40, bits, 16)
+    want = torch.empty(5, 40)
+    for n in range(5):
+        for k in range(40):
+            group, at = divmod(k, 16)
+            q = int(packed[n, group, at * bits // 8]) >> (at * bits % 8) & (2**bits - 1)
+            z = int(zero_points[n, group * bits // 8]) >> (group * bits % 8) & (2**bits - 1)
+            want[n, k] = (q - (z if zeros else 2 ** (bits - 1))) * scales[n, group]
+    args = (packed, scales, zero_points if zeros else None)
+    ids = torch.tensor([[4, 0], [2, 2]])
+    got = OPERATIONS.quantized_embedding(ids, *args, bits=bits, width=40)
+    assert torch.equal(got, want[ids])
+    x, bias = torch.randn(2, 3, 40), torch.randn(5)
+    got = OPERATIONS.quantized_linear(x, *args, bias, bits=bits)
+    torch.testing.assert_close(got, F.linear(x, want, bias))
+
+
 def rates(pairs: int) -> Tensor:
     return 1e4 ** -(torch.arange(pairs) / pairs)
 
@@ -278,6 +308,14 @@ ARGUMENTS: dict[str, Any] = {
     "rms_norm_linear": lambda: (
         [torch.randn(2, 3, 8).half(), torch.randn(8).half(), torch.randn(5, 8).half(), None, 1e-6],
         {"activation": "silu"},
+    ),
+    "quantized_embedding": lambda: (
+        [torch.randint(9, (2, 3)), *quantized(9, 40, 4, 16)],
+        {"bits": 4, "width": 40},
+    ),
+    "quantized_linear": lambda: (
+        [torch.randn(2, 3, 40), *quantized(9, 40, 8, 16), torch.randn(9)],
+        {"bits": 8},
     ),
     "gated": lambda: ([torch.randn(2, 8), torch.randn(2, 8), "gelu"], {}),
     "experts": lambda: (
