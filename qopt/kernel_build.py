@@ -53,6 +53,7 @@ class Built:
     form: Form
     binary: bytes
     symbol: str
+    ttir: str  # Triton's own form of the program, before it is laid out for an architecture
     threads: int
     scratch: int  # bytes of global memory that a program wants beside its arguments
     resources: Resources
@@ -258,6 +259,7 @@ def compile_form(one: Kernel, form: Form, arch: str) -> Built:
         form,
         binary,
         metadata.name,
+        compiled.asm["ttir"],
         form.warps * target.warp_size,
         getattr(metadata, "global_scratch_size", 0),
         cubin_resources(binary, metadata.shared)
