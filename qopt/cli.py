@@ -147,6 +147,9 @@ _plugins = click.option(
 @_plugins
 @click.option("--adapter", type=_path, help="A PEFT LoRA folder to merge in.")
 @click.option("--revision", help="Of a hub id: branch, tag or commit.")
+@click.option(
+    "--portable", is_flag=True, default=None, help="torchscript-cuda without ops of qopt's own."
+)
 @click.option("--no-weights", is_flag=True, help="Write the graph alone.")
 @click.option("--keep-rejected", is_flag=True, help="Keep what fails the check in OUT.rejected/.")
 @_max_ram

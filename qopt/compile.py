@@ -76,6 +76,7 @@ def compile(
     adapter: str | Path | None = None,
     revision: str | None = None,
     no_weights: bool = False,
+    portable: bool | None = None,
     keep_rejected: bool = False,
     max_ram: str | None = None,
     progress: Progress | None = None,
@@ -106,13 +107,14 @@ def compile(
             skip=skip,
             stop_after=stop_after,
             target=target,
+            portable=portable,
             dtype=dtype,
             opset=opset,
             logits=logits,
             check="off" if no_weights else check,
         )
         refuse_unknown(explain, chosen)
-        place = find_target(chosen.target)
+        place = find_target(chosen.target, chosen.portable)
         limit = choose_opset(place, chosen.opset)
     with progress.step("opening the model"):
         source = open_source(

@@ -78,7 +78,6 @@ ORT_FLOOR = (1, 32)
 NOT_YET = {
     "onnx-cuda": "not in this version of qopt",
     "onnx-cuda-triton": "not in this version of qopt",
-    "torchscript-cuda": "not in this version of qopt",
 }
 
 
@@ -150,7 +149,21 @@ def _targets(cpu: str | None, gpu: str | None) -> dict[str, str | None]:
     elif tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < ORT_FLOOR:
         floor = ".".join(map(str, ORT_FLOOR))
         why = f"onnxruntime {version} is installed, {floor} or newer is needed"
-    return {"onnx": why, "onnx-cpu": why, "torchscript-cpu": None} | NOT_YET
+    return {
+        "onnx": why,
+        "onnx-cpu": why,
+        "torchscript-cpu": None,
+        "torchscript-cuda": _no_kernels(),
+    } | NOT_YET
+
+
+def _no_kernels() -> str | None:
+    """Why the kernels cannot run here; the artifact is compiled and checked all the same."""
+    if _version("triton") is None:
+        return "Triton is not installed, so ops run as their references in torch"
+    if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
+        return "there is no GPU, so ops run as their references in torch"
+    return None
 
 
 def _version(package: str) -> str | None:

@@ -197,6 +197,7 @@ def run_job(job: Job, artifact_of: Callable[[], str]) -> Verification:
     for probe, got in zip(probes, run.play_all(probes), strict=True):
         want = run.asked(probe, [answers.pop(0) for _ in probe.rows])
         result.probes.append(judge(probe.name, got, want, artifact.manifest.dtype))
+    result.notes += run.told()
     return result
 
 
@@ -388,6 +389,10 @@ class DecoderRun:
             columns = [np.arange(*pair) for pair in zip(starts, ends, strict=True)]
             found.append(answer[np.concatenate(columns)])
         return found
+
+    def told(self) -> list[str]:
+        """What is to be said of how the artifact ran."""
+        return self.session.told() if self.parts is None else []
 
     def play_all(self, probes: list[Probe]) -> Iterator[list[Array]]:
         """What `play` gives, probe by probe."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 COMPILER = 900 << 20  # bytes: torch, transformers and a captured graph
 CHECKER = 500 << 20  # bytes: the same in a second process, what both read counted once
 PIECES = 128 << 20  # bytes of weights on their way into a file that is streamed
+WRITING = "writing piece by piece"
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,9 @@ def plan(
     `decoder`: what else there is, a check runs whole. `streams`: the format is written piece by
     piece, and can be run in parts.
     """
+    saved = "a TorchScript file is saved from memory"
     needs = {
-        "writing": COMPILER + PIECES,
-        "a TorchScript file is saved from memory": 0 if streams else COMPILER + weights.nbytes,
+        WRITING if streams else saved: COMPILER + (PIECES if streams else weights.nbytes),
         "limits on milliseconds run the whole artifact": weights.run_whole if timed else 0,
     }
     if checked and not decoder:
@@ -122,7 +123,7 @@ def plan(
     if most > budget:
         raise ResourceError(
             f"about {most / 1e6:,.0f} MB of memory are needed, {budget / 1e6:,.0f} may be used",
-            why=None if reason == "writing" else reason,
+            why=None if reason == WRITING else reason,
             todo=("compile with --check off, or " if checked else "")
             + "free memory, or allow more with --max-ram",
         )

@@ -126,6 +126,7 @@ class Settings(_Strict):
 
     schema_version: int = Field(default=SCHEMA, alias="schema")
     target: str = "onnx-cpu"
+    portable: bool = False  # torchscript-cuda: aten ops alone, so that any libtorch loads it
     dtype: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
     opset: _AutoOrNumber = "auto"
     logits: Literal["last", "all"] = "last"

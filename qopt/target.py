@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,12 +16,13 @@ class Target:
     name: str
     runs_on: str
     hot_ops: str
-    contrib: bool  # whether `com.microsoft` ops may be used
+    contrib: bool  # whether ops beside the standard ones (`com.microsoft`, `qopt::`) may be used
     opset: int  # the oldest that is written
     newest_opset: int
     dtypes: tuple[torch.dtype, ...]
     runtime: str  # the oldest runtime that loads what is written
     format: str = "onnx"  # onnx | torchscript
+    automatic: tuple[torch.dtype, ...] = (torch.float32, torch.float16)  # kept where none is asked
 
 
 TARGETS = {
@@ -52,12 +53,24 @@ TARGETS = {
         False,
         0,
         0,
-        (torch.float32,),
+        (torch.float32, torch.float16, torch.bfloat16),
         "torch>=2.11",
         "torchscript",
     ),
+    "torchscript-cuda": Target(
+        "torchscript-cuda",
+        "torch with Triton (`qopt.load`)",
+        "qopt:: ops with Triton kernels",
+        True,
+        0,
+        0,
+        (torch.float32, torch.float16, torch.bfloat16),
+        "torch>=2.11",
+        "torchscript",
+        (torch.float32, torch.float16, torch.bfloat16),
+    ),
 }
-LATER = ("onnx-cuda", "onnx-cuda-triton", "torchscript-cuda")
+LATER = ("onnx-cuda", "onnx-cuda-triton")
 
 DTYPES = {
     "fp32": torch.float32,
@@ -69,10 +82,17 @@ DTYPES = {
 }
 
 
-def find_target(name: str) -> Target:
-    """Look a target up; one of later work or an unknown one is refused with the list."""
+def find_target(name: str, portable: bool = False) -> Target:
+    """Look a target up; one of later work or an unknown one is refused with the list.
+
+    `portable` leaves out ops that only qopt registers.
+    """
+    if portable and name != "torchscript-cuda":
+        raise UsageError(
+            f"portable: is for torchscript-cuda, not {name}", todo="leave it out: the others are"
+        )
     if name in TARGETS:
-        return TARGETS[name]
+        return replace(TARGETS[name], contrib=TARGETS[name].contrib and not portable)
     there = ", ".join(TARGETS)
     if name in LATER:
         raise UnsupportedError(f"target {name} is not there yet", todo=f"use one of: {there}")
@@ -86,20 +106,21 @@ def choose_dtype(
     if wanted != "auto":
         dtype = DTYPES.get(wanted)
         if dtype is None:
-            raise UsageError(f"no dtype is named {wanted}", todo="use auto, fp32 or fp16")
+            raise UsageError(f"no dtype is named {wanted}", todo="use auto, fp32, fp16 or bf16")
         if dtype not in target.dtypes:
             able = " or ".join(short_name(d) for d in target.dtypes)
             raise UnsupportedError(
                 f"target {target.name} cannot run {short_name(dtype)}",
-                why="its CPU provider has no kernels for it"
-                if target.format == "onnx"
-                else "this version of qopt writes it in fp32 alone",
+                why="its CPU provider has no kernels for it",
                 todo=f"use --dtype {able}",
             )
         return dtype, None
-    if stored in target.dtypes:
+    if stored in target.automatic:
         return stored, None
     name = short_name(stored)
+    if stored in target.dtypes:
+        note = f"the checkpoint is {name}, which moves the logits: it becomes fp32"
+        return torch.float32, f"{note} (--dtype {name} keeps it)"
     note = f"the checkpoint is {name}, which {target.name} cannot run: it becomes fp32"
     return torch.float32, note
 

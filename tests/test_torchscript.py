@@ -233,7 +233,6 @@ def test_a_damaged_file_is_one_error(compiled: Compiled, tmp_path: Path) -> None
     [
         ({"opset": 21}, "no opsets"),
         ({"no_weights": True}, "without weights"),
-        ({"dtype": "bf16"}, "fp32"),
     ],
 )
 def test_what_it_cannot_do_is_refused(
@@ -243,6 +242,19 @@ def test_what_it_cannot_do_is_refused(
         compile(str(tiny("llama")[0]), "baseline", tmp_path / "out", target=TARGET, **flags)
     assert type(caught.value).__name__ in ("UsageError", "UnsupportedError")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_half_precision_is_checked_and_runs(dtype: str, tiny: Tiny, tmp_path: Path) -> None:
+    result = compile(
+        str(tiny("llama")[0]), "baseline", tmp_path / "out", target=TARGET, dtype=dtype
+    )
+    assert all(row.passed for row in result.report.checks)
+    rows = {row.probe: row.figures["max"] for row in result.report.checks}
+    assert 1e-4 < rows["prefill"] < 2e-2  # half precision it is
+    inputs = {spec.name: spec.dtype for spec in read_manifest(tmp_path / "out").inputs}
+    assert inputs["past_key_values.0.key"] == {"fp16": "float16", "bf16": "bfloat16"}[dtype]
+    assert len(load(tmp_path / "out").generate_ids([[5, 9, 11]], max_new_tokens=4)[0].tokens) > 0
 
 
 def test_what_it_needs_of_memory_is_said_before_it_starts(tiny: Tiny, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import math
 import sys
 import warnings
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ class Saving:
     data: str
     weights: dict[str, tuple[str, list[int], int]]  # attribute -> dtype, shape, offset in `data`
     same: dict[str, str]  # attribute -> the one that it is
+    own: bool = False  # whether the source calls ops of qopt's own
 
 
 class Artifact(torch.jit.ScriptModule):
@@ -40,6 +42,8 @@ def define(job: Saving) -> Artifact:
         name: mapped(Path(job.data), getattr(torch, dtype), shape, offset)
         for name, (dtype, shape, offset) in job.weights.items()
     }
+    if job.own:
+        import_module("qopt.ops")  # registers them
     artifact = Artifact(buffers | {name: buffers[other] for name, other in job.same.items()})
     artifact.define(job.source)
     artifact.eval()

@@ -30,7 +30,7 @@ from qopt.emit.signature import input_shape, output_shape
 from qopt.emit.written import Written
 from qopt.errors import ResourceError, UnsupportedError
 from qopt.graph import Graph, describe
-from qopt.lower import inline, lower, op_of
+from qopt.lower import Context, implements, inline, lower, op_of
 from qopt.ops import OPS
 from qopt.target import Target
 from qopt.weights import LazyWeight, equal_weights, tensor_bytes
@@ -88,6 +88,20 @@ CALLS: dict[Any, str] = {
     torch.sym_int: "int({})",
     torch.sym_not: "not {}",
 }
+# The ops that a file in kernels/ runs. Not read from there: a script is written without Triton too.
+KERNEL_OPS = (
+    "rms_norm",
+    "add_rms_norm",
+    "gated",
+    "softmax",
+    "rotary_from_positions",
+    "rms_norm_linear",
+    "experts",
+    "quantized_embedding",
+    "quantized_linear",
+    "cached_attention",
+)
+KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 NO_MEMORY = ("can't allocate memory", "bad_alloc", "MemoryError")
 FULL = ("No space left", "inline_container")  # how torch.jit.save tells of a full disk
 RENAMED = {"sym_size": "size", "sym_numel": "numel", "sym_stride": "stride"}
@@ -177,6 +191,34 @@ def last_columns(keep: int) -> Callable[[Tensor, Tensor], Tensor]:
     return function
 
 
+class KernelOp:
+    """A call of a `qopt::` op, which a Triton kernel takes over where it runs on a GPU."""
+
+    name = "qopt op (Triton kernel)"
+
+    def refuses(self, context: Context, node: fx.Node) -> str | None:
+        """Where ops of qopt's own are not wanted, and for element types that no kernel has."""
+        if not context.target.contrib:
+            return "portable: an op of qopt's own does not load without it"
+        held = value(node.all_input_nodes[0])
+        if isinstance(held, Tensor) and held.dtype not in KERNEL_TYPES:
+            return f"no kernel takes {short_dtype(held.dtype)}"
+        return None
+
+    def sources(self, node: fx.Node) -> list[fx.Node]:
+        """Its arguments."""
+        return node.all_input_nodes
+
+    def emit(self, script: Script, node: fx.Node) -> str:
+        """The call."""
+        assert isinstance(node.target, torch._ops.OpOverload)
+        return script.operator_call(node, node.target)
+
+
+for _op in KERNEL_OPS:
+    implements(_op, "torchscript-cuda")(KernelOp)
+
+
 class Script:
     """The source of `forward`, statement by statement."""
 
@@ -187,6 +229,7 @@ class Script:
         self.buffers: dict[str, str] = {}  # weight -> attribute
         self.body: list[str] = []
         self.counts: dict[str, int] = {}
+        self.own = False  # whether it calls an op that qopt must register first
 
     @property
     def source(self) -> str:
@@ -230,14 +273,19 @@ class Script:
             return f"{left} {INFIX[operation]} {right}"
         if operation in CALLS:
             return CALLS[operation].format(*map(self.text, node.args))
-        if not isinstance(operation, torch._ops.OpOverload) or op_of(node) is not None:
+        own = op_of(node) is not None
+        if not isinstance(operation, torch._ops.OpOverload) or (
+            own and "implementation" not in node.meta
+        ):
             raise self.refuse(node, "it is no operator of TorchScript")
+        self.own = self.own or own
         return self.operator_call(node, operation)
 
     def operator_call(self, node: fx.Node, operation: torch._ops.OpOverload) -> str:
         """A call of a torch operator, its arguments as the schema names them."""
         name = operation._schema.name.partition("::")[2]
-        self.counts[name] = self.counts.get(name, 0) + 1
+        told = name if operation.namespace == "aten" else f"{operation.namespace}.{name}"
+        self.counts[told] = self.counts.get(told, 0) + 1
         given = []
         for argument, held in zip(operation._schema.arguments, node.args, strict=False):
             told = self.argument(argument, held)
@@ -328,7 +376,7 @@ def save(
         for weight in [script.graph.weights[name]]
     }
     twins = {script.buffers[name]: script.buffers[other] for name, other in same.items()}
-    job = Saving(str(path), script.source, str(data), weights, twins)
+    job = Saving(str(path), script.source, str(data), weights, twins, script.own)
     command = [sys.executable, "-P", "-m", "qopt.emit.save_torchscript"]
     done = subprocess.run(
         command, input=json.dumps(asdict(job)), capture_output=True, text=True, check=False

@@ -44,7 +44,7 @@ def open_session(
     target = artifact.manifest.target
     if target.startswith("onnx"):
         return OnnxSession(artifact.folder / "model.onnx", threads=threads, providers=providers)
-    if target == "torchscript-cpu":
+    if target.startswith("torchscript"):
         from qopt.runtime.torchscript import TorchSession
 
         if tuple(providers) != (CPU,):

@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,6 +21,8 @@ from qopt.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from qopt.runtime.cache import Cache
+
+assert ml_dtypes  # numpy knows `bfloat16` by it
 
 Array = NDArray[Any]
 Feeds = Mapping[str, Array]
@@ -72,6 +75,10 @@ class Session(Protocol):
 
     def tensor(self, array: Array) -> Tensor:
         """A tensor for the cache; on a CPU it shares the array's memory."""
+        ...
+
+    def told(self) -> list[str]:
+        """What is to be said of how it ran until now."""
         ...
 
 
@@ -167,6 +174,10 @@ class OnnxSession:
         """A tensor that shares the array's memory."""
         value: Tensor = self._ort.OrtValue.ortvalue_from_numpy(array)
         return value
+
+    def told(self) -> list[str]:
+        """Nothing: onnxruntime has its own say."""
+        return []
 
     def _bind_shared(self, cache: Cache) -> None:
         """Bind each shared buffer as past and as present: it stays so until the cache moves it."""
@@ -292,6 +303,6 @@ def cast(name: str, array: Array, dtype: str) -> Array:
     """The array in the type the model declares; refused where numbers would change kind."""
     if array.dtype == dtype:
         return np.ascontiguousarray(array)
-    if array.dtype.kind in "bui" or np.dtype(dtype).kind == "f":
+    if array.dtype.kind in "bui" or dtype.startswith(("float", "bfloat")):
         return np.ascontiguousarray(array, dtype)
     raise UsageError(f"{name} is {array.dtype}, the model takes {dtype}", todo="convert it")

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 import torch
 
@@ -26,8 +27,8 @@ class TorchTensor:
         self.tensor = tensor
 
     def numpy(self) -> Array:
-        """Its values, in the same memory."""
-        return np.asarray(self.tensor.numpy())
+        """Its values, in the same memory where that is the host's."""
+        return to_numpy(self.tensor)
 
 
 class TorchSession:
@@ -35,10 +36,12 @@ class TorchSession:
 
     def __init__(self, artifact: Artifact, *, threads: int | None = None) -> None:
         """`threads`: default the physical cores, at most 8; they are the process's, not its own."""
-        path = artifact.folder / FILE
         torch.set_num_threads(threads or default_threads())
-        self._module = loaded(path)
         manifest = artifact.manifest
+        self.kernels = manifest.target == "torchscript-cuda"
+        self.device = "cuda" if self.kernels and torch.cuda.is_available() else "cpu"
+        self._missing = registered(self.device) if self.kernels else None
+        self._module = loaded(artifact.folder / FILE, self.device)
         self.inputs = {s.name: Spec(s.dtype, tuple(s.shape)) for s in manifest.inputs}
         self.outputs = {s.name: Spec(s.dtype, tuple(s.shape)) for s in manifest.outputs}
 
@@ -47,6 +50,18 @@ class TorchSession:
         refuse_other_inputs(feeds, self.inputs)
         given = {name: self._given(name, array) for name, array in feeds.items()}
         return {name: TorchTensor(made).numpy() for name, made in self._call(given).items()}
+
+    def told(self) -> list[str]:
+        """How the ops of qopt's own ran until now."""
+        if not self.kernels:
+            return []
+        from qopt.kernel import choices
+
+        if self._missing is not None:
+            return [f"the Triton kernels were not run ({self._missing}): their references were"]
+        where = "on the GPU" if self.device == "cuda" else "in Triton's interpreter, on the CPU"
+        lines = [f"{c.op}: {c.implementation} {c.count}x" for c in choices()]
+        return [f"kernels ran {where}: {', '.join(lines)}"] if lines else []
 
     def step(self, feeds: Feeds, cache: Cache) -> Array:
         """Run a decoder on `feeds` and the cache, which it updates; returns the logits."""
@@ -61,10 +76,10 @@ class TorchSession:
 
     def tensor(self, array: Array) -> TorchTensor:
         """A tensor that shares the array's memory."""
-        return TorchTensor(torch.from_numpy(array))
+        return TorchTensor(to_torch(array).to(self.device))
 
     def _given(self, name: str, array: Array) -> torch.Tensor:
-        return torch.from_numpy(cast(name, array, self.inputs[name].dtype))
+        return to_torch(cast(name, array, self.inputs[name].dtype)).to(self.device)
 
     def _call(self, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         with torch.inference_mode():
@@ -72,12 +87,40 @@ class TorchSession:
         return dict(zip(self.outputs, made, strict=True))
 
 
-def loaded(path: Path) -> Any:
+def to_torch(array: Array) -> torch.Tensor:
+    """A tensor in the array's memory; numpy's bfloat16 is ml_dtypes', which torch does not know."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def to_numpy(tensor: torch.Tensor) -> Array:
+    """An array in the tensor's memory, or in new memory where that is a GPU's."""
+    tensor = tensor.cpu()
+    if tensor.dtype == torch.bfloat16:
+        array: Array = tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return array
+    return np.asarray(tensor.numpy())
+
+
+def registered(device: str) -> str | None:
+    """Register qopt's ops, and their kernels where they can run; returns why they cannot."""
+    from qopt import kernel, ops
+
+    assert ops
+    if device == "cuda":
+        return kernel.install("CUDA")
+    if kernel.interpreting():
+        return kernel.install("CPU")
+    return kernel.missing() or "there is no GPU"
+
+
+def loaded(path: Path, device: str = "cpu") -> Any:
     """The module in a TorchScript file."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            return torch.jit.load(path, map_location="cpu")  # type: ignore[no-untyped-call]
+            return torch.jit.load(path, map_location=device)  # type: ignore[no-untyped-call]
     except (RuntimeError, ValueError) as error:
         raise UsageError(
             "torch cannot load the model",

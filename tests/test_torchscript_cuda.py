@@ -1,0 +1,182 @@
+"""torchscript-cuda: scripts that call qopt's ops, whose Triton kernels run here in its interpreter.
+
+The check is a process of its own, so setting the interpreter for it does not touch this one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qopt import kernel
+from qopt.artifact import read_manifest
+from qopt.compile import CompileResult, compile
+from qopt.emit.torchscript import KERNEL_OPS
+from qopt.errors import UsageError
+from qopt.final_check import verify
+from qopt.runtime.generate import load
+
+Tiny = Callable[..., tuple[Path, Any]]
+
+TARGET = "torchscript-cuda"
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi",
+    "phi3",
+    "gpt2",
+    "gpt_neox",
+    "gptj",
+    "opt",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "gpt_oss",
+    "bloom",
+    "falcon",
+)
+FAST = ("llama", "gemma2", "gpt_oss")  # grouped heads; soft-cap and a window; sinks and experts
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernel.missing():
+        pytest.skip("Triton is for Linux alone")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def compiled(model: Path, out: Path, **options: Any) -> CompileResult:
+    return compile(str(model), "baseline", out, target=TARGET, check="final", **options)
+
+
+def launches(result: CompileResult) -> dict[str, int]:
+    """How often each op's kernel ran in the check."""
+    told = next(note for note in result.notes if note.startswith("kernels ran"))
+    found = re.findall(r"(\w+): (triton[\w-]*) (\d+)x", told)
+    assert "reference" not in told
+    return {f"{op} {name}": int(count) for op, name, count in found}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family in FAST else pytest.param(family, marks=pytest.mark.slow)
+        for family in FAMILIES
+    ],
+)
+@pytest.mark.usefixtures("interpreted")
+def test_families_are_exact_with_the_kernels(family: str, tiny: Tiny, tmp_path: Path) -> None:
+    result = compiled(tiny(family)[0], tmp_path / "out")
+    taken = {row.op for row in result.report.lowering if row.implementation != "reference"}
+    rows = [row for row in result.report.checks if row.limits]
+    assert rows
+    assert all(row.passed and row.figures["max"] <= 1e-4 for row in rows)
+    if taken:  # bloom, gpt2 and the like may have none of the ops
+        assert taken == {name.split()[0] for name in launches(result)}
+    if "cached_attention" in taken:
+        ran = launches(result)
+        assert ran["cached_attention triton-decode"] > 0
+        assert ran["cached_attention triton-prefill"] > 0
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_half_precision(dtype: str, tiny: Tiny, tmp_path: Path) -> None:
+    result = compiled(tiny("llama")[0], tmp_path / "out", dtype=dtype)
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest.dtype == {"fp16": "float16", "bf16": "bfloat16"}[dtype]
+    assert launches(result)["rms_norm triton"] > 0
+
+
+def test_without_a_gpu_it_compiles_and_says_what_was_not_checked(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    result = compiled(tiny("llama")[0], tmp_path / "out")
+    (told,) = [note for note in result.notes if "Triton kernels were not run" in note]
+    assert "their references were" in told
+    assert all(row.passed for row in result.report.checks)
+    assert any("kernels were not run" in note for note in verify(tmp_path / "out").notes)
+    lowered = {row.op: row.implementation for row in result.report.lowering}
+    assert lowered["rms_norm"] == "qopt op (Triton kernel)"
+    assert lowered["rotary"] == "reference"  # it takes a table, and no kernel does
+
+
+def test_it_generates_what_the_model_does(tiny: Tiny, tmp_path: Path) -> None:
+    folder, model = tiny("llama")
+    compiled(folder, tmp_path / "out")
+    prompt = torch.tensor([[5, 9, 11, 40]])
+    want = model.generate(
+        prompt, max_new_tokens=12, min_new_tokens=12, do_sample=False, eos_token_id=None
+    )
+    made = load(tmp_path / "out").generate_ids([prompt[0].tolist()], max_new_tokens=12)[0]
+    assert made.tokens == want[0, 4:].tolist()[: len(made.tokens)]
+    assert made.tokens
+
+
+PLAIN = """
+import sys, torch
+module = torch.jit.load(sys.argv[1])
+ids = torch.tensor([[5, 9, 11]])
+past = [torch.zeros(1, 2, 0, 16) for _ in range(4)]
+out = module(ids, torch.ones_like(ids), torch.arange(3)[None], *past)
+print(out[0].argmax(-1)[0, -1].item())
+assert "qopt" not in sys.modules
+"""
+
+
+def plain(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-c", PLAIN, str(folder / "model.pt")]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_portable_loads_in_plain_torch(tiny: Tiny, tmp_path: Path) -> None:
+    folder, model = tiny("llama")
+    result = compiled(folder, tmp_path / "out", portable=True)
+    assert all(row.implementation == "reference" for row in result.report.lowering)
+    assert "portable: true" in (tmp_path / "out" / "recipe.yaml").read_text()
+    with torch.no_grad():
+        want = model(torch.tensor([[5, 9, 11]])).logits[0, -1].argmax().item()
+    assert plain(tmp_path / "out").stdout.strip() == str(want)
+
+
+def test_without_portable_it_needs_qopt(tiny: Tiny, tmp_path: Path) -> None:
+    compiled(tiny("llama")[0], tmp_path / "out")
+    failed = plain(tmp_path / "out")
+    assert failed.returncode != 0
+    assert "qopt::" in failed.stderr
+
+
+def test_the_same_bytes_each_time(tiny: Tiny, tmp_path: Path) -> None:
+    hashes = []
+    for name in ("one", "two"):
+        compiled(tiny("llama")[0], tmp_path / name)
+        manifest = json.loads((tmp_path / name / "qopt_manifest.json").read_text())
+        hashes.append(manifest["files"]["model.pt"]["sha256"])
+    assert hashes[0] == hashes[1]
+
+
+def test_portable_is_for_this_target_alone(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="portable: is for torchscript-cuda"):
+        compile(str(tiny("llama")[0]), "baseline", tmp_path / "out", portable=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_target_takes_every_op_that_has_a_kernel() -> None:
+    if kernel.load():
+        pytest.skip("Triton is for Linux alone")
+    assert set(KERNEL_OPS) == set(kernel.KERNELS)
