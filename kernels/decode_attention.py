@@ -158,13 +158,16 @@ def _combine_kernel(
 def tile(size: int, dtype: torch.dtype, arch: str) -> dict[str, Any]:
     """The options of a launch for heads of a size and type, on an architecture."""
     block = next(block for block in prefill.SIZES if size <= block)
-    small = dtype == torch.float32 or block == 256
+    if dtype == torch.float32:
+        keys, warps = {64: (32, 4), 128: (32, 8), 256: (16, 8)}[block]
+    else:
+        keys, warps = (32 if block == 256 else 64), 4
     return {
         "ROWS": ROWS,
-        "BLOCK_N": 32 if small else 64,
+        "BLOCK_N": keys,
         "BLOCK_D": block,
-        "num_warps": 8 if dtype == torch.float32 and block == 256 else 4,
-        "num_stages": 1 if arch.startswith("gfx") or (small and block == 256) else 2,
+        "num_warps": warps,
+        "num_stages": 1 if arch.startswith("gfx") or block == 256 else 2,
     }
 
 

@@ -262,16 +262,17 @@ def compile_form(one: Kernel, form: Form, arch: str) -> Built:
         compiled.asm["ttir"],
         form.warps * target.warp_size,
         getattr(metadata, "global_scratch_size", 0),
-        cubin_resources(binary, metadata.shared)
+        cubin_resources(binary, metadata.shared, compiled.asm["ptx"])
         if nvidia
         else hsaco_resources(binary, metadata.shared),
     )
 
 
-def cubin_resources(binary: bytes, shared: int) -> Resources:
+def cubin_resources(binary: bytes, shared: int, ptx: str) -> Resources:
     """What cuobjdump finds; dynamic shared memory, which it does not know, is given.
 
-    Any stack frame counts as spilled: these kernels have no arrays of their own.
+    A stack frame counts as spilled, but for the arrays that the PTX itself declares: libdevice's
+    cos and sin have one for large angles.
     """
     from triton import knobs
 
@@ -285,7 +286,9 @@ def cubin_resources(binary: bytes, shared: int) -> Resources:
             check=True,
         ).stdout
     found = {key: int(value) for key, value in re.findall(r"\b([A-Z]+):(\d+)", told)}
-    return Resources(found["REG"], max(shared, found["SHARED"]), found["STACK"] + found["LOCAL"])
+    arrays = sum(-(-int(size) // 16) * 16 for size in re.findall(r"__local_depot\d+\[(\d+)\]", ptx))
+    spills = max(0, found["STACK"] + found["LOCAL"] - arrays)
+    return Resources(found["REG"], max(shared, found["SHARED"]), spills)
 
 
 def hsaco_resources(binary: bytes, shared: int) -> Resources:
