@@ -266,7 +266,14 @@ def launch(
     _LAUNCHES[form] += 1
     if "WIDE" in function.arg_names:
         constants["WIDE"] = interpreting() and any(t == "*bf16" for _, t in form.types)
-    function[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
+    with torch.cuda.device_of(args[0]):  # Triton launches on the current device
+        function[grid](
+            *args,
+            **constants,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            enable_fp_fusion=True,  # as built; from Triton 3.10 on the default is another
+        )
 
 
 def form_of(
