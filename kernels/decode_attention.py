@@ -187,7 +187,7 @@ def forms(arch: str) -> Iterator[Form]:
             for capped in (False, True):
                 yield from forms_of(
                     _decode_attention_kernel,
-                    wide | {"keep_ptr": "i1", "first_ptr": "i32"},
+                    wide | {"keep_ptr": "u1", "first_ptr": "i32"},
                     tile(size, dtype, arch) | {"CAPPED": capped},
                     [dtype],
                     grid="(batch * kv_heads, total <= 2048 ? 1 : ceil(total / split), "

@@ -133,7 +133,7 @@ def forms(arch: str) -> Iterator[Form]:
             for capped in (False, True):
                 yield from forms_of(
                     _prefill_attention_kernel,
-                    {"keep_ptr": "i1", "first_ptr": "i32", "sinks_ptr": "fp32"},
+                    {"keep_ptr": "u1", "first_ptr": "i32", "sinks_ptr": "fp32"},
                     tile(size, dtype, arch) | {"CAPPED": capped},
                     [dtype],
                     grid="(batch * heads, ceil(new / BLOCK_M), 1)",

@@ -31,7 +31,7 @@ TYPES = {
     torch.uint8: "u8",
     torch.int32: "i32",
     torch.int64: "i64",
-    torch.bool: "i1",
+    torch.bool: "u1",
 }  # torch's element types as Triton writes them
 _SCALARS = {"tl.int32": "i32", "tl.int64": "i64", "tl.float32": "fp32"}
 
