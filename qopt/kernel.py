@@ -266,7 +266,8 @@ def launch(
     _LAUNCHES[form] += 1
     if "WIDE" in function.arg_names:
         constants["WIDE"] = interpreting() and any(t == "*bf16" for _, t in form.types)
-    with torch.cuda.device_of(args[0]):  # Triton launches on the current device
+    # Triton launches on the current device
+    with torch.cuda.device_of(args[0]):  # type: ignore[no-untyped-call]
         function[grid](
             *args,
             **constants,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from qopt import kernel
+from qopt import kernel, kernel_build
 from qopt.ops import OPS
 
 
@@ -103,3 +103,72 @@ def test_every_kernel_says_what_it_takes() -> None:
             assert one.accepts.endswith("."), name
             assert one.launcher.__doc__, name
             assert list(one.forms("sm_90")), name
+
+
+@pytest.mark.slow
+def test_launches_bind_and_compile_as_on_a_gpu() -> None:
+    """What the interpreter leaves out: Triton's own reading of arguments, and its compiler.
+
+    A driver that names a target and no device takes every launch as far as the binary: odd widths,
+    sizes of 1, absent weights, whatever is then taken for a constant or a multiple of 16.
+    """
+    code = """
+import importlib
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from qopt import kernel
+
+class NoDevice:
+    launcher_cls = None
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def get_active_torch_device(self): return torch.device("cpu")
+    def map_python_to_cpp_type(self, name): return name
+
+driver.set_active(NoDevice())
+names = set()
+
+def launch(function, grid, *args, **options):
+    if "WIDE" in function.arg_names:
+        options["WIDE"] = False
+    made = function.run(*args, grid=grid, warmup=True, enable_fp_fusion=True, **options)
+    names.add(made.metadata.name)
+    assert made.asm["cubin"]
+
+assert kernel.load() is None
+for found in kernel.KERNELS.values():
+    for one in found:
+        importlib.import_module(one.launcher.__module__).launch = launch
+
+def run(op, *args, **kwargs):
+    for one in kernel.KERNELS[op]:
+        one.launcher(*args, **kwargs)
+
+def half(*size):
+    return torch.randn(*size).bfloat16()
+
+def byte(*size):
+    return torch.randint(256, size, dtype=torch.uint8)
+
+for width in (1, 41, 576):
+    run("rms_norm", half(2, width), None, 1e-6)
+    run("add_rms_norm", half(2, width), half(2, width), half(width), 1e-6)
+    run("gated", half(2, width), half(2, width))
+    run("softmax", half(2, width), torch.rand(2, width) < 0.5)
+    run("rms_norm_linear", half(1, width), None, half(7, width), None, 1e-6)
+turned = half(1, 9, 1, 64), half(1, 1, 1, 64)
+run("rotary_from_positions", *turned, torch.zeros(1, 1).long(), torch.rand(32))
+new, past = (half(1, 3, 1, 64) for _ in range(2)), (half(1, 3, 2100, 64) for _ in range(2))
+run("cached_attention", turned[0], *new, *past, None, scale=0.1, softcap=2.0)
+run("quantized_embedding", torch.tensor([1]), byte(4, 1, 16), half(4, 1), bits=4, width=30)
+run("quantized_linear", half(1, 64), byte(4, 2, 16), half(4, 2), bits=4)
+ids = torch.tensor([[0], [1], [1]])
+matrices = half(2, 8, 16), None, half(2, 16, 4), None
+run("experts", half(3, 16), ids, torch.rand(3, 1), *matrices, activation="silu")
+print(*sorted(names))
+"""
+    kernel_build.ready()
+    shipped = {form.function for _, form in kernel_build.all_forms("sm_90")}
+    assert python(code).split() == sorted(shipped)
