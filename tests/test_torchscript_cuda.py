@@ -58,8 +58,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
-def compiled(model: Path, out: Path, **options: Any) -> CompileResult:
-    return compile(str(model), "baseline", out, target=TARGET, check="final", **options)
+def compiled(model: Path, out: Path, recipe: str = "baseline", **options: Any) -> CompileResult:
+    return compile(str(model), recipe, out, target=TARGET, check="final", **options)
 
 
 def launches(result: CompileResult) -> dict[str, int]:
@@ -77,9 +77,12 @@ def launches(result: CompileResult) -> dict[str, int]:
         for family in FAMILIES
     ],
 )
+@pytest.mark.parametrize("recipe", ["baseline", "low-latency-gpu"])
 @pytest.mark.usefixtures("interpreted")
-def test_families_are_exact_with_the_kernels(family: str, tiny: Tiny, tmp_path: Path) -> None:
-    result = compiled(tiny(family)[0], tmp_path / "out")
+def test_families_are_exact_with_the_kernels(
+    family: str, recipe: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    result = compiled(tiny(family)[0], tmp_path / "out", recipe)
     taken = {row.op for row in result.report.lowering if row.implementation != "reference"}
     rows = [row for row in result.report.checks if row.limits]
     assert rows
