@@ -1,0 +1,74 @@
+"""The tiles of each architecture compute the same; elsewhere the interpreter takes sm_80's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from qopt import kernel
+from qopt.kernel import ARCHITECTURES
+
+EACH = """
+import sys
+import torch
+from qopt import kernel
+from qopt.ops import OPS
+
+assert kernel.load() is None
+shipped = set()
+for found in kernel.KERNELS.values():
+    for one in found:
+        shipped |= set(one.forms(sys.argv[1]))
+        module = sys.modules[one.launcher.__module__]
+        if hasattr(module, "architecture"):
+            module.architecture = lambda device: sys.argv[1]
+
+def byte(*size):
+    return torch.randint(256, size, dtype=torch.uint8)
+
+torch.manual_seed(0)
+for dtype in (torch.float32, torch.float16):
+    def some(*size):
+        return torch.randn(*size).to(dtype)
+    calls = []
+    for rows in (3, 70):
+        calls += [
+            ("rms_norm_linear", (some(rows, 97), some(97), some(33, 97) / 8, None, 1e-6), {}),
+            ("quantized_linear", (some(rows, 96), byte(33, 3, 16), some(33, 3) / 99), {"bits": 4}),
+            ("quantized_linear", (some(rows, 96), byte(33, 2, 64), some(33, 2) / 999), {"bits": 8}),
+            ("experts", (some(rows, 16), torch.randint(2, (rows, 2)), torch.rand(rows, 2),
+             some(2, 10, 16) / 4, None, some(2, 16, 5) / 4, None), {"activation": "silu"}),
+        ]
+    for new in (2, 150):
+        for size in (64, 100, 200):
+            heads = some(1, 2, new, size), some(1, 1, new, size), some(1, 1, new, size)
+            past = some(1, 1, 9, size), some(1, 1, 9, size)
+            calls.append(("cached_attention", (*heads, *past, None), {"scale": size**-0.5}))
+    for name, args, kwargs in calls:
+        got = kernel.call(name, *args, **kwargs)
+        want = OPS[name].reference(*args, **kwargs)
+        launched = kernel.launched()
+        assert launched and set(launched) <= shipped, (name, launched)
+        for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (got, want))):
+            tolerance = 2e-5 if dtype == torch.float32 else 4e-3
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+print("same")
+"""
+
+
+@pytest.mark.parametrize(
+    "arch",
+    [pytest.param(a, marks=[] if a == "sm_90" else pytest.mark.slow) for a in ARCHITECTURES[1:]],
+)
+def test_the_reference(arch: str) -> None:
+    assert kernel.load() is None
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", EACH, arch],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == "same", done.stderr
