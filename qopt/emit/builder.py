@@ -129,6 +129,16 @@ class Builder:
 
     # Constants and weights
 
+    def add_at(
+        self, x: ir.Value, places: ir.Value, updates: ir.Value, dtype: torch.dtype
+    ) -> ir.Value:
+        """x with updates added at places; fp16 is summed in fp32, as onnxruntime's CPU asks."""
+        if dtype != torch.float16:
+            return self.op("ScatterND", x, places, updates, reduction="add")
+        x, updates = (self.op("Cast", v, to=DTYPES[torch.float32]) for v in (x, updates))
+        total = self.op("ScatterND", x, places, updates, reduction="add")
+        return self.op("Cast", total, to=DTYPES[dtype])
+
     def const(self, data: Any, dtype: torch.dtype | None = None) -> ir.Value:
         """A small constant, equal ones shared."""
         if isinstance(data, Tensor):

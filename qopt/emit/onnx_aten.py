@@ -871,7 +871,9 @@ def index_put(b: Builder, node: fx.Node) -> ir.Value:
     places = b.op("Concat", *parts, axis=-1)
     tail = b.op("Shape", b.get(x), start=len(items))
     updates = b.op("Expand", b.get(new, dtype), b.op("Concat", shape, tail, axis=0))
-    return b.op("ScatterND", b.get(x), places, updates, reduction="add" if add else "none")
+    if add:
+        return b.add_at(b.get(x), places, updates, dtype)
+    return b.op("ScatterND", b.get(x), places, updates)
 
 
 def masked_put(

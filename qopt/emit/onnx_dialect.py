@@ -784,7 +784,7 @@ class ExpertLoop(StoredExperts):
             inner = expert_gate(b, inner, node, dtype)
             inner = expert_linear(b, inner, stored[2], stored[3], names[2], names[3], node, expert)
             inner = b.op("Mul", inner, b.op("Gather", weight, flat, axis=0))
-            out = b.op("ScatterND", out, rows_of, inner, reduction="add")
+            out = b.add_at(out, rows_of, inner, dtype)
         return out
 
 
