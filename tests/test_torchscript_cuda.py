@@ -48,6 +48,7 @@ FAMILIES = (
     "bloom",
     "falcon",
 )
+RECIPE = "low-latency-gpu"
 FAST = ("llama", "gemma2", "gpt_oss")  # grouped heads; soft-cap and a window; sinks and experts
 
 
@@ -71,13 +72,10 @@ def launches(result: CompileResult) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    "family",
-    [
-        family if family in FAST else pytest.param(family, marks=pytest.mark.slow)
-        for family in FAMILIES
-    ],
+    ("family", "recipe"),
+    [(family, recipe) for family in FAST for recipe in ("baseline", RECIPE)]
+    + [pytest.param(f, RECIPE, marks=pytest.mark.slow) for f in FAMILIES if f not in FAST],
 )
-@pytest.mark.parametrize("recipe", ["baseline", "low-latency-gpu"])
 @pytest.mark.usefixtures("interpreted")
 def test_families_are_exact_with_the_kernels(
     family: str, recipe: str, tiny: Tiny, tmp_path: Path
