@@ -38,6 +38,7 @@ class Verification:
 
     probes: list[CheckRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    ran: list[str] = field(default_factory=list)  # how: what may differ from run to run
 
     @property
     def passed(self) -> bool:
@@ -50,7 +51,7 @@ class Verification:
 
     def tables(self) -> list[Any]:
         """The probes, and what else there is to say."""
-        return Report(checks=self.probes, notes=self.notes).tables()
+        return Report(checks=self.probes, notes=self.notes + self.ran).tables()
 
 
 # Metrics -------------------------------------------------------------------------------------
@@ -61,7 +62,7 @@ def judge(probe: str, got: Sequence[Array], want: Sequence[Array], dtype: str) -
     highest = max((float(max(w.max(), -w.min())) for w in want if w.size), default=0.0)
     limit = LIMITS[dtype] * max(1.0, highest / 10)
     rows = [compare(g, w, 2 * limit) for g, w in zip(got, want, strict=True)]
-    finite = all(bool(np.isfinite(g).all()) for g in got)
+    finite = all(bool(np.isfinite(a).all()) for a in (*got, *want))
     figures = {
         "max": max((row.max for row in rows), default=0.0) if finite else float("inf"),
         "mean": float(np.mean([r.mean for r, w in zip(rows, want, strict=True) if w.size] or [0])),

@@ -413,7 +413,7 @@ def checking_process(
 def conclude(report: Report, manifest: Manifest, found: Verification) -> None:
     """Put the check's outcome into report and manifest; the manifest keeps verdicts alone."""
     report.checks += found.probes
-    report.notes += found.notes
+    report.notes += found.notes + found.ran
     manifest.notes += found.notes
     manifest.checks = [
         Verdict(probe=p.probe, limits=p.limits, passed=p.passed) for p in found.probes

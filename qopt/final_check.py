@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from qopt.streamed import StreamedReference
 
 
+DISTINCT = 24  # ids that a probe text must have; fewer, and random ones serve
+
+
 @dataclass
 class Job:
     """What the checking process is asked to do."""
@@ -74,7 +77,8 @@ class Checker:
         lines = [line for line in out.splitlines() if line.startswith("{")]
         if code == 0 and lines:
             data = json.loads(lines[-1])
-            return Verification([CheckRow(**p) for p in data["probes"]], data["notes"])
+            probes = [CheckRow(**p) for p in data["probes"]]
+            return Verification(probes, data["notes"], data["ran"])
         if code in (-9, 137):
             raise ResourceError(
                 "the check ran out of memory",
@@ -131,7 +135,7 @@ def verify(
     result.notes += memory.notes
     with Checker(Job(model, adapter=adapter, streamed=memory.check_in_parts)) as checker:
         found = checker.check(loaded.folder)
-    return Verification(found.probes, result.notes + found.notes)
+    return Verification(found.probes, result.notes + found.notes, found.ran)
 
 
 def remembered(artifact: Artifact, path: Path) -> tuple[str | None, str | None]:
@@ -185,7 +189,7 @@ def run_job(job: Job, artifact_of: Callable[[], str]) -> Verification:
             why="it was compiled from another model",
         )
     reference = early or reference_of(source, job)
-    result = Verification(notes=list(reference.notes))
+    result = Verification(ran=list(reference.notes))
     probes = list(decoder_probes(artifact, result.notes))
     if artifact.manifest.model.layers and not artifact.manifest.keeps_cache:
         probes = [probe for probe in probes if len(probe.calls) == 1]
@@ -193,11 +197,11 @@ def run_job(job: Job, artifact_of: Callable[[], str]) -> Verification:
     answers = reference.answers([r for probe in probes for r in probe.rows], artifact.folder.parent)
     reference.free()
     run = DecoderRun(artifact, job.threads, in_parts=job.streamed)
-    result.notes += run.notes
+    result.ran += run.notes
     for probe, got in zip(probes, run.play_all(probes), strict=True):
         want = run.asked(probe, [answers.pop(0) for _ in probe.rows])
         result.probes.append(judge(probe.name, got, want, artifact.manifest.dtype))
-    result.notes += run.told()
+    result.ran += run.told()
     return result
 
 
@@ -336,7 +340,8 @@ def probe_tokens(artifact: Artifact) -> Array:
 
         text = resources.files("qopt").joinpath("data/probe.txt").read_text(encoding="utf-8")
         ids = Tokenizer.from_file(str(path)).encode(text, add_special_tokens=False).ids
-        if ids and max(ids) < (info.vocab_size or 0):
+        # a text of unknown words is one id again and again, which hides what attention does
+        if len(set(ids)) >= DISTINCT and max(ids) < (info.vocab_size or 0):
             return np.array(ids, np.int64)
     special = {info.pad_token_id, info.bos_token_id, *info.eos_token_ids}
     plain = [i for i in range(info.vocab_size or 64) if i not in special] or [0]

@@ -12,12 +12,12 @@ import numpy as np
 import onnx
 import pytest
 
-from qopt.artifact import read_manifest
+from qopt.artifact import Artifact, read_manifest
 from qopt.check import LIMITS, MAX_KL, Verification, judge
 from qopt.cli import main
 from qopt.compile import compile
 from qopt.errors import GateError, UsageError
-from qopt.final_check import Checker, Job, run_job, verify
+from qopt.final_check import Checker, Job, probe_tokens, run_job, verify
 from qopt.report import CheckRow
 
 Compiled = Callable[..., Path]
@@ -219,6 +219,24 @@ def test_top_1_counts_where_the_lead_is_clear() -> None:
     turned = judged([[1.0, 1.1]], [[1.1, 1.0]], "float16")
     assert turned.figures["top1_wrong"] == 1
     assert not turned.passed
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_reference_without_numbers_passes_nothing(bad: float) -> None:
+    want = [np.full((2, 4), bad, np.float32)]
+    assert not judge("p", [np.zeros((2, 4), np.float32)], want, "float32").passed
+
+
+def test_a_text_of_unknown_words_is_no_probe(compiled: Compiled, tmp_path: Path) -> None:
+    """One id again and again hides scale, rotation and mask: random ids serve instead."""
+    folder = tmp_path / "out"
+    shutil.copytree(compiled("llama"), folder)
+    vocabulary = {f"AA{i}": i for i in range(97)}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "AA0"}
+    split = {"type": "WhitespaceSplit"}
+    told = {"version": "1.0", "added_tokens": [], "pre_tokenizer": split, "model": model}
+    (folder / "tokenizer.json").write_text(json.dumps(told))
+    assert len(set(probe_tokens(Artifact.load(folder)).tolist())) > 50
 
 
 def test_divergence_is_that_of_the_original_from_the_artifact() -> None:

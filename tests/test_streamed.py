@@ -52,7 +52,7 @@ def test_a_right_artifact_passes_and_figures_are_those_of_the_whole_check(
     folder, model = compiled(family, target=target), tiny(family)[0]
     found = checked(folder, model)
     assert found.passed
-    assert "streamed check" in found.notes[0]
+    assert "streamed check" in found.ran[0]
     whole = run_job(Job(str(model)), lambda: str(folder))
     assert [p.probe for p in found.probes] == [p.probe for p in whole.probes]
     for ours, theirs in zip(found.probes, whole.probes, strict=True):
