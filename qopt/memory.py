@@ -108,7 +108,9 @@ def plan(
     gate_in_parts = gated and weights.measured_whole > budget
     notes = []
     if check_in_parts or gate_in_parts:
-        least = weights.checked_in_parts + (0 if streams else 2 * weights.nbytes)
+        least = weights.checked_in_parts
+        if not streams:  # the reference in parts, then the script whole
+            least = max(least, COMPILER + CHECKER + weights.nbytes)
         needs["the check holds the largest layer in fp32, even part by part"] = least
         whole = weights.checked_whole if check_in_parts else weights.measured_whole
         notes.append(

@@ -199,6 +199,13 @@ def test_the_plan_chooses_by_the_memory_allowed() -> None:
     assert not plan(BIG, 2 * GB, decoder=True, streams=True, checked=False).check_in_parts
 
 
+def test_a_script_is_run_whole_and_its_reference_in_parts() -> None:
+    found = plan(BIG, 40 * GB, decoder=True, streams=False, checked=True)
+    assert found.check_in_parts
+    with pytest.raises(ResourceError, match="needed"):
+        plan(BIG, 30 * GB, decoder=True, streams=False, checked=True)
+
+
 @pytest.mark.parametrize(
     ("budget", "words", "options"),
     [
