@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import math
@@ -570,6 +571,8 @@ def _known(error: Exception) -> QoptError | None:
         return UsageError(error.format_message().rstrip("."), todo=told)
     if isinstance(error, QoptError):
         return error
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return UsageError("the path is too long", why=error.strerror, todo="choose a shorter one")
     if isinstance(error, OSError):
         return resource_error(error)
     texts = ("can't allocate memory", "bad_alloc", "not enough memory")

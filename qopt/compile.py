@@ -138,6 +138,7 @@ def compile(
         streams=place.format == "onnx",
         checked=chosen.check != "off",
         gated=chosen.gate != Gate(),
+        without_check="compile with --check off, or " if chosen.check != "off" else "",
         timed=chosen.limits.prefill_ms is not None or chosen.limits.decode_ms is not None,
     )
     for line in memory.notes:

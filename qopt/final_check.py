@@ -121,7 +121,7 @@ def verify(
         return result
     adapter = None
     if model is None:
-        model, adapter = remembered(loaded, log_folder(loaded.folder) / "source.json")
+        model, adapter = remembered(loaded, log_folder(loaded.folder) / "source.json", result.notes)
     if model is None:
         result.notes.append("integrity only: the model it was compiled from is not known here")
         return result
@@ -138,22 +138,26 @@ def verify(
     return Verification(found.probes, result.notes + found.notes, found.ran)
 
 
-def remembered(artifact: Artifact, path: Path) -> tuple[str | None, str | None]:
+def remembered(artifact: Artifact, path: Path, notes: list[str]) -> tuple[str | None, str | None]:
     """Where the model lay when it was compiled, if its digest is still the same; else its id."""
-    if path.is_file():
-        told = json.loads(path.read_text())
-        where = told.get("model")
-        if where and Path(where).exists() and same_digest(told, artifact.manifest.source.digest):
-            return where, told.get("adapter")
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        where, adapter = told["model"], told["adapter"]
+        if Path(where).exists() and same_digest(where, adapter, artifact.manifest.source.digest):
+            return where, adapter
+    except FileNotFoundError:
+        pass  # moved or copied without its logs
+    except (OSError, ValueError, LookupError, TypeError, QoptError) as error:
+        reason = error.what if isinstance(error, QoptError) else type(error).__name__
+        notes.append(f"where the model lay cannot be read from {path.name}: {reason}")
     return artifact.manifest.source.id, None
 
 
-def same_digest(told: dict[str, Any], digest: str | None) -> bool:
+def same_digest(model: str, adapter: str | None, digest: str | None) -> bool:
     """Whether the model at the remembered place is the one that was compiled."""
     from qopt.sources import open_source
 
-    adapter = told.get("adapter")
-    source = open_source(told["model"], adapter=Path(adapter) if adapter else None)
+    source = open_source(model, adapter=Path(adapter) if adapter else None)
     return digest is None or source.digest == digest
 
 
@@ -503,6 +507,18 @@ def module_feeds(artifact: Artifact, batch: int, source: Any) -> dict[str, Array
     return feeds
 
 
+def short_of(error: MemoryError | OSError) -> ResourceError:
+    """What the machine did not give, as an error of ours."""
+    if isinstance(error, MemoryError):
+        return ResourceError("not enough memory for the check", todo="allow less with --max-ram")
+    return ResourceError(
+        "the check could not read or write a file",
+        where=str(error.filename) if error.filename else None,
+        why=error.strerror or str(error),
+        todo="free disk space, or mend the permissions, and run it again",
+    )
+
+
 def main(argument: str) -> int:
     """Entry of the checking process: reads the artifact's folder, prints one line of JSON."""
 
@@ -514,7 +530,8 @@ def main(argument: str) -> int:
 
     try:
         result = run_job(Job(**json.loads(argument)), artifact_of)
-    except QoptError as error:
+    except (QoptError, MemoryError, OSError) as cause:
+        error = cause if isinstance(cause, QoptError) else short_of(cause)
         told = {"what": error.what, "where": error.where, "why": error.why, "todo": error.todo}
         print(json.dumps({"code": error.exit_code, **told}))
         return 1

@@ -11,7 +11,6 @@ import re
 import struct
 import subprocess
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,9 +244,7 @@ def compile_form(one: Kernel, form: Form, arch: str) -> Built:
         True,
     )  # else it names the source's home
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            compiled = triton.compile(source, target=target, options=options)
+        compiled = triton.compile(source, target=target, options=options)
     finally:
         knobs.disable_line_info = lines
     binary: bytes = compiled.asm["cubin" if nvidia else "hsaco"]

@@ -91,11 +91,12 @@ def plan(
     checked: bool,
     gated: bool = False,
     timed: bool = False,
+    without_check: str = "",
 ) -> Plan:
     """Decide what runs in parts; raises `ResourceError` where even that needs more than `budget`.
 
     `decoder`: what else there is, a check runs whole. `streams`: the format is written piece by
-    piece, and can be run in parts.
+    piece, and can be run in parts. `without_check` begins the advice where a check may be left out.
     """
     saved = "a TorchScript file is saved from memory"
     needs = {
@@ -126,8 +127,7 @@ def plan(
         raise ResourceError(
             f"about {most / 1e6:,.0f} MB of memory are needed, {budget / 1e6:,.0f} may be used",
             why=None if reason == WRITING else reason,
-            todo=("compile with --check off, or " if checked else "")
-            + "free memory, or allow more with --max-ram",
+            todo=f"{without_check}free memory, or allow more with --max-ram",
         )
     return Plan(check_in_parts, gate_in_parts, tuple(notes))
 

@@ -84,6 +84,7 @@ def _auto_or_number(value: object) -> object:
 
 
 _AutoOrNumber = Annotated[int | Literal["auto"], BeforeValidator(_auto_or_number)]
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
 _Positive = Annotated[int, Field(gt=0)]
 
 
@@ -104,7 +105,7 @@ class Gate(_Strict):
     """Quality that the finished artifact must have; exit code 4 otherwise."""
 
     perplexity: Annotated[str, AfterValidator(_percentage)] | None = None  # rise over fp32
-    kl: float | None = None  # mean over tokens, in nats
+    kl: _Finite | None = None  # mean over tokens, in nats
 
 
 class Limits(_Strict):

@@ -16,7 +16,7 @@ from qopt.artifact import Artifact, read_manifest
 from qopt.check import LIMITS, MAX_KL, Verification, judge
 from qopt.cli import main
 from qopt.compile import compile
-from qopt.errors import GateError, UsageError
+from qopt.errors import GateError, ResourceError, UsageError
 from qopt.final_check import Checker, Job, probe_tokens, run_job, verify
 from qopt.report import CheckRow
 
@@ -219,6 +219,26 @@ def test_top_1_counts_where_the_lead_is_clear() -> None:
     turned = judged([[1.0, 1.1]], [[1.1, 1.0]], "float16")
     assert turned.figures["top1_wrong"] == 1
     assert not turned.passed
+
+
+@pytest.mark.parametrize("log", ["garbage", "[1]", '{"model": 5, "adapter": null}', "{}"])
+def test_a_damaged_log_leaves_the_files_to_be_verified(
+    log: str, compiled: Compiled, tmp_path: Path
+) -> None:
+    shutil.copytree(compiled("llama"), tmp_path / "out")
+    (tmp_path / "out.log").mkdir()
+    (tmp_path / "out.log" / "source.json").write_text(log)
+    found = verify(tmp_path / "out")
+    assert found.passed
+    assert any("cannot be read from source.json" in note for note in found.notes)
+    assert any("integrity only" in note for note in found.notes)
+
+
+def test_verify_does_not_advise_to_leave_the_check_out(compiled: Compiled, tiny: Tiny) -> None:
+    with pytest.raises(ResourceError) as caught:
+        verify(compiled("llama"), str(tiny("llama")[0]), max_ram="1GB")
+    assert "--max-ram" in str(caught.value)
+    assert "--check" not in str(caught.value)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -564,3 +564,9 @@ def test_no_network_for_a_local_folder(
     assert main(["compile", str(model), "-o", "out", "-q"]) == 0
     assert main(["verify", "out", "-q"]) == 0
     assert main(["run", "out", "--raw", "-q", "--prompt", "w5", "--max-new-tokens", "2"]) == 0
+
+
+@pytest.mark.parametrize("words", [["x" * 5000], ["smollm2-135m", "-o", "y" * 300]])
+def test_a_path_that_is_too_long(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compile", *words]) == 2
+    assert "too long" in capsys.readouterr().err

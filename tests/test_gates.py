@@ -45,6 +45,12 @@ def test_a_gate_without_a_text_is_refused_before_any_work(tiny: Any, tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
+def test_a_gate_that_is_no_number_is_refused(tiny: Any, tmp_path: Path) -> None:
+    folder, _ = tiny("llama")
+    with pytest.raises(UsageError, match=r"gate\.kl"):
+        qopt.compile(str(folder), recipe(tmp_path, "gate: {kl: .nan}"), tmp_path / "out")
+
+
 @pytest.mark.slow
 def test_a_gate_is_held_on_the_real_model(tmp_path: Path) -> None:
     try:

@@ -220,7 +220,7 @@ def test_a_script_is_run_whole_and_its_reference_in_parts() -> None:
     ],
 )
 def test_what_cannot_be_done_even_in_parts_is_refused_with_the_number(
-    budget: int, words: str, options: dict[str, bool]
+    budget: int, words: str, options: dict[str, Any]
 ) -> None:
     with pytest.raises(ResourceError, match=r"about [\d,]+ MB of memory are needed") as caught:
         plan(BIG, budget, **options)

@@ -137,3 +137,7 @@ def test_against_a_transformers_folder(tiny: Build, text: Path, tmp_path: Path) 
         (a.exp() * (a - torch.tensor(b))).sum(-1).mean().item() for a, b in zip(p, q, strict=True)
     ]
     assert result.kl == pytest.approx(np.mean(kl), rel=1e-4)
+
+
+def test_without_another_no_compiler_is_counted(tiny: Build, text: Path) -> None:
+    assert evaluate(tiny().folder, text, windows=1, length=16, max_ram="100MB").perplexity > 1
