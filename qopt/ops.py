@@ -54,20 +54,27 @@ def run_on(device: str, name: str, implementation: Callable[..., Any]) -> None:
     _LIBRARY.impl(name, implementation, device)
 
 
-def visible(mask: Tensor, new: int, causal: bool, window: int | None) -> Tensor:
-    """Which of T keys each of the last `new` positions sees: bool (B, 1, S, T).
+def visible(
+    mask: Tensor, new: int, causal: bool, window: int | None, past: Tensor | None = None
+) -> Tensor:
+    """Which of T keys each of `new` positions sees: bool (B, 1, S, T).
 
-    `mask` is (B, T), 1 where a token is real. A key's position is the number of real tokens before
-    it, so a window counts tokens and not the holes that padding left.
+    `mask` is (B, T), 1 where a token is real. The new positions are the last ones, or those behind
+    `past` (int64 [1]) keys. A key's position is the number of real tokens before it, so a window
+    counts tokens and not the holes that padding left.
     """
     total = mask.shape[1]
     slot = torch.arange(total, device=mask.device)
+    own = slot[total - new :] if past is None else past + torch.arange(new, device=mask.device)
     keep = mask.bool()[:, None, None, :]
     if causal:
-        keep = keep & (slot[None, :] <= slot[total - new :, None])
+        keep = keep & (slot[None, :] <= own[:, None])
+    elif past is not None:
+        keep = keep & (slot < past + new)
     if window is not None:
         position = mask.cumsum(1) - 1
-        distance = position[:, total - new :, None] - position[:, None, :]
+        mine = position[:, total - new :] if past is None else position.index_select(1, own)
+        distance = mine[:, :, None] - position[:, None, :]
         keep = keep & (distance < window)[:, None]
     return keep.expand(mask.shape[0], 1, new, total)
 
@@ -173,14 +180,27 @@ def cached_attention(
     """
     key = k.clone() if past_key is None else torch.cat([past_key, k], 2)
     value = v.clone() if past_value is None else torch.cat([past_value, v], 2)
+    if mask is None:
+        mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.int64)
+    keep = visible(mask, q.shape[2], causal, window)
+    return attend(q, key, value, keep, sinks, scale, softcap), key, value
+
+
+def attend(
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keep: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Attention of q (B, H, S, D) over keys (B, K, T, D) that `keep` (B, 1, S, T) lets it see."""
     groups = q.shape[1] // key.shape[1]
     wide = key if groups == 1 else key.repeat_interleave(groups, 1)
     scores = torch.matmul(q, wide.transpose(2, 3)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if mask is None:
-        mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.int64)
-    keep = visible(mask, q.shape[2], causal, window)
     scores = scores.masked_fill(~keep, torch.finfo(scores.dtype).min)
     if sinks is None:
         weights = F.softmax(scores, -1, dtype=torch.float32)
@@ -190,7 +210,45 @@ def cached_attention(
         weights = F.softmax(joined, -1, dtype=torch.float32)[..., : key.shape[2]]
     weights = weights.masked_fill(~keep, 0.0).to(value.dtype)
     wide = value if groups == 1 else value.repeat_interleave(groups, 1)
-    return torch.matmul(weights, wide).transpose(1, 2).contiguous(), key, value
+    return torch.matmul(weights, wide).transpose(1, 2).contiguous()
+
+
+@op(
+    "static_attention(Tensor q, Tensor? k, Tensor? v, Tensor(a!) key_cache, Tensor(b!) "
+    "value_cache, Tensor past, Tensor? mask, Tensor? sinks=None, *, float scale, "
+    "bool causal=True, int? window=None, float? softcap=None) -> Tensor",
+    lambda q, k, v, key_cache, value_cache, *_, **__: heads_behind(q, key_cache, value_cache),
+)
+def static_attention(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    past: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """`attention` over buffers of a fixed size, (B, K, M, D), which it writes in place.
+
+    k and v go to the slots from `past` on, int64 [1], which only the device reads: the shapes of a
+    step are those of the step before it, so that a CUDA graph can replay it. Without k and v (a
+    layer that reads another's cache) nothing is written; the new tokens are there. `mask` (B, M)
+    is 0 behind the new tokens. Returns (B, S, H, D of v).
+    """
+    if k is not None and v is not None:
+        slots = past + torch.arange(q.shape[2], device=q.device)
+        key_cache.index_copy_(2, slots, k)
+        value_cache.index_copy_(2, slots, v)
+    if mask is None:
+        mask = torch.ones_like(key_cache[:, 0, :, 0], dtype=torch.int64)
+    keep = visible(mask, q.shape[2], causal, window, past)
+    return attend(q, key_cache, value_cache, keep, sinks, scale, softcap)
 
 
 @op("rms_norm(Tensor x, Tensor? weight, float eps, bool cast_first=True) -> Tensor", like_first)
