@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from qopt.errors import GateError
 from qopt.report import CheckRow, Report
+from qopt.runtime.cache import CACHE_POSITION
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,7 @@ LIMITS = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-2}
 MAX_KL = {"float16": 1e-3, "bfloat16": 1e-3}
 LONGEST = 2048  # tokens of the longest probe; a window or switch beyond it is said and left out
 SEED = 20240
+STATIC_SLOTS = 9  # of a cache of a fixed size, in the checks of the graph
 PIECE = 8 << 20  # logits that are compared at a time
 
 
@@ -177,7 +179,7 @@ class GraphCheck:
         for start, stop in ((0, 5), (5, 6)):
             feeds = decoder_feeds(graph, ids[:, start:stop], start, past)
             out = graph.interpret(feeds, implied, load=self.cache.get)
-            past = {past_name(name): t for name, t in out.items() if name.startswith("present")}
+            past |= {past_name(name): t for name, t in out.items() if name.startswith("present")}
             rows += [row.float().numpy() for row in out["logits"]]
         return rows
 
@@ -199,17 +201,25 @@ def graph_dtype(graph: Graph) -> torch.dtype:
 
 
 def decoder_feeds(graph: Graph, ids: Any, start: int, past: dict[str, Any]) -> dict[str, Any]:
-    """Inputs of one call, by node name; an empty cache where there is none yet."""
+    """Inputs of one call, by node name; an empty cache where there is none yet.
+
+    Buffers that the graph writes in place stay in `past`.
+    """
     import torch
 
     rows, new = ids.shape
+    static = any(node.name == CACHE_POSITION for node in graph.inputs)
+    total = start + new
+    slots = STATIC_SLOTS if static else total
     feeds: dict[str, Any] = {}
     for node in graph.inputs:
         name = node.meta.get("input", node.name)
         if name == "input_ids":
             feeds[node.name] = ids
         elif name == "attention_mask":
-            feeds[node.name] = torch.ones(rows, start + new, dtype=torch.int64)
+            feeds[node.name] = (torch.arange(slots) < total).long().repeat(rows, 1)
+        elif name == CACHE_POSITION:
+            feeds[node.name] = torch.tensor([start])
         elif name == "position_ids":
             feeds[node.name] = torch.arange(start, start + new)[None].repeat(rows, 1)
         elif name == "num_logits_to_keep":
@@ -218,8 +228,11 @@ def decoder_feeds(graph: Graph, ids: Any, start: int, past: dict[str, Any]) -> d
             feeds[node.name] = past[name]
         else:
             held = node.meta["val"]
-            sizes = [d if isinstance(d, int) else 0 for d in held.shape[1:]]
+            dynamic = slots if static and name.startswith("past_key_values") else 0
+            sizes = [d if isinstance(d, int) else dynamic for d in held.shape[1:]]
             feeds[node.name] = torch.zeros((rows, *sizes), dtype=held.dtype)
+            if dynamic:
+                past[name] = feeds[node.name]
     return feeds
 
 

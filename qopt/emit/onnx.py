@@ -17,6 +17,7 @@ from qopt.emit.written import Written
 from qopt.errors import UnsupportedError, UsageError
 from qopt.graph import Graph
 from qopt.lower import lower
+from qopt.ops import OPS
 from qopt.target import Target
 
 assert onnx_aten
@@ -39,6 +40,12 @@ def write_onnx(
     `read_soon`: a check follows, so the weights had better stay in the system's cache. Raises
     `UnsupportedError` for an op that cannot be written, and lets an `OSError` pass.
     """
+    if graph.find(OPS["static_attention"].target):
+        raise UnsupportedError(
+            f"target {target.name} has no cache of a fixed size",
+            where="materialize-kv-cache: {layout: static}",
+            todo="use --target torchscript-cpu or torchscript-cuda, or leave the option out",
+        )
     choices = lower(graph, target, opset or target.newest_opset)
     builder = Builder(graph, target, opset)
     builder.run()

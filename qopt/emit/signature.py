@@ -6,6 +6,7 @@ from torch import Tensor, fx
 
 from qopt.canonical import value
 from qopt.graph import Graph
+from qopt.runtime.cache import CACHE_POSITION, CAPACITY
 
 TOKENS = {
     "input_ids": ("batch_size", "sequence_length"),
@@ -18,6 +19,11 @@ def input_shape(graph: Graph, node: fx.Node, name: str) -> list[int | str]:
     """The declared shape of an input, its dynamic dimensions under the artifact's names."""
     held = value(node).shape
     if graph.info.kind == "decoder":
+        static = any(other.name == CACHE_POSITION for other in graph.inputs)
+        if static and name == "attention_mask":
+            return ["batch_size", CAPACITY]
+        if static and name.startswith("past_key_values."):
+            return ["batch_size", int(held[1]), CAPACITY, int(held[3])]
         if name in TOKENS:
             return list(TOKENS[name])
         if name.startswith("past_key_values."):

@@ -32,6 +32,7 @@ from qopt.errors import ResourceError, UnsupportedError
 from qopt.graph import Graph, describe
 from qopt.lower import Context, implements, inline, lower, op_of
 from qopt.ops import OPS
+from qopt.runtime.cache import CACHE_POSITION
 from qopt.target import Target
 from qopt.weights import LazyWeight, equal_weights, tensor_bytes
 
@@ -100,6 +101,7 @@ KERNEL_OPS = (
     "quantized_embedding",
     "quantized_linear",
     "cached_attention",
+    "static_attention",
 )
 KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 NO_MEMORY = ("can't allocate memory", "bad_alloc", "MemoryError")
@@ -137,6 +139,7 @@ def write_torchscript(
             (name, short_dtype(value(node).dtype), known(output_shape(graph, name, value(node))))
             for name, node in zip(graph.outputs, graph.results, strict=True)
         ],
+        shared_buffer=any(name == CACHE_POSITION for _, name in script.inputs),
         shared=sum(used[name].nbytes for name in same),
     )
 
@@ -244,7 +247,8 @@ class Script:
         for node in reversed(graph.fx.nodes):
             if node in needed:
                 needed.update(node.all_input_nodes)
-        if not needed.isdisjoint(written(graph)):
+        static = any(node.name == CACHE_POSITION for node in graph.inputs)
+        if not static and not needed.isdisjoint(written(graph)):
             write = next(node for node in graph.fx.nodes if targets_of_write(node))
             raise self.refuse(write, "it writes into a tensor that something else reads")
         for node in graph.fx.nodes:

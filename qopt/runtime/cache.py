@@ -6,6 +6,8 @@ import numpy as np
 
 from qopt.runtime.session import Array, Session, Spec, Tensor
 
+CACHE_POSITION = "cache_position"  # input where buffers have a fixed size: the first new slot
+CAPACITY = "cache_length"  # the dimension of those buffers
 SLOTS = "past_sequence_length"  # the dimension of a cache that grows with the tokens
 FIRST_CAPACITY = 256  # slots of a buffer that no one has reserved
 
@@ -14,8 +16,9 @@ class Cache:
     """Keys, values and states of `rows` sequences.
 
     `shared` buffers serve as past and as present at once: the model writes its new tokens in place,
-    each row's at the row's own length. `loose` tensors come out of a step and go into the next; by
-    slot they hold every column of every call, holes where rows were padded included.
+    each row's at the row's own length, or, in a `static` cache, all rows' in the same slots.
+    `loose` tensors come out of a step and go into the next. By slot they and static ones hold every
+    column of every call, holes where rows were padded included.
     """
 
     def __init__(
@@ -28,7 +31,8 @@ class Cache:
         presents = {
             n: "present" + n.removeprefix("past").removeprefix("_key_values") for n in self.specs
         }
-        grows = {n for n, s in self.specs.items() if SLOTS in s.shape}
+        grows = {n for n, s in self.specs.items() if SLOTS in s.shape or CAPACITY in s.shape}
+        self.static = CACHE_POSITION in session.inputs
         self.shared = {n: presents[n] for n in self.specs if share and n in grows}
         self.loose = {n: presents[n] for n in self.specs if n not in self.shared}
         self.has_states = len(grows) < len(self.specs)
@@ -77,6 +81,8 @@ class Cache:
             value = self.values[name].numpy()[rows]
             if name in self.loose and SLOTS in spec.shape:
                 value = np.take_along_axis(value, order[:, None, :, None], axis=2)
+            elif self.static and name in self.shared:
+                value[:, :, :width] = np.take_along_axis(value, order[:, None, :, None], axis=2)
             kept[name] = value
         self.mask = (np.arange(width) < lengths[:, None]).astype(np.int64)
         self._put(kept)
@@ -103,5 +109,5 @@ class Cache:
 
 
 def _shape(spec: Spec, rows: int, slots: int) -> tuple[int, ...]:
-    named = {"batch_size": rows, SLOTS: slots}
+    named = {"batch_size": rows, SLOTS: slots, CAPACITY: slots}
     return tuple(d if isinstance(d, int) else named[d] for d in spec.shape)

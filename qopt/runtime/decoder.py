@@ -6,7 +6,7 @@ import numpy as np
 
 from qopt.artifact import Manifest
 from qopt.errors import UnsupportedError
-from qopt.runtime.cache import Cache
+from qopt.runtime.cache import CACHE_POSITION, Cache
 from qopt.runtime.session import KEEP, Array, Session
 
 
@@ -36,6 +36,11 @@ class Decoder:
         mask = np.concatenate([self.cache.mask, new], axis=1)
         self.cache.reserve(mask.shape[1])
         feeds = {"input_ids": ids, "attention_mask": mask}
+        if self.cache.static:
+            filled = self.cache.mask.shape[1]
+            feeds[CACHE_POSITION] = np.array([filled])
+            behind = self.cache.capacity - mask.shape[1]
+            feeds["attention_mask"] = np.pad(mask, ((0, 0), (0, behind)))
         if "position_ids" in self._session.inputs:
             feeds["position_ids"] = np.maximum(mask.cumsum(axis=1) - 1, 0)[:, -columns:]
         if KEEP in self._session.inputs:
