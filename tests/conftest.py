@@ -6,9 +6,15 @@ Reference numbers always come from eager transformers or from torch written out 
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -479,3 +485,80 @@ def distance() -> Distance:
         return found
 
     return measure
+
+
+# Without qopt --------------------------------------------------------------------------------
+
+
+REFUSING = """
+import sys, importlib.abc
+
+class Refusing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in REFUSED:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Refusing())
+"""
+
+
+@pytest.fixture(scope="session")
+def torch_alone() -> Callable[..., str]:
+    """Runs a script as an environment would that holds torch and what torch asks for alone."""
+    needed, asked = set[str](), ["torch"]
+    while asked:
+        name = re.sub(r"[-_.]+", "-", asked.pop()).lower()
+        if name not in needed:
+            needed.add(name)
+            found = metadata.packages_distributions().values()
+            there = {re.sub(r"[-_.]+", "-", n).lower() for names in found for n in names}
+            for line in (metadata.requires(name) or ()) if name in there else ():
+                if "extra ==" not in line:
+                    asked.append(re.split(r"[^\w.-]", line)[0])
+    refused = {"qopt"} | {
+        module
+        for module, names in metadata.packages_distributions().items()
+        if not needed & {re.sub(r"[-_.]+", "-", name).lower() for name in names}
+    }
+
+    def run_script(script: str, *arguments: str) -> str:
+        text = f"REFUSED = {refused!r}\n{REFUSING}\n{script}"
+        command = [sys.executable, "-I", "-W", "ignore", "-c", text, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run_script
+
+
+@pytest.fixture(scope="session")
+def decode(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[Path, int, list[int]], subprocess.CompletedProcess[str]]:
+    """Runs examples/cpp/decode.cpp, built with the libtorch that lies in the torch wheel."""
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler here: neither g++ nor clang++ is installed")
+    program = tmp_path_factory.mktemp("cpp") / "decode"
+    source = Path(__file__).parent.parent / "examples" / "cpp" / "decode.cpp"
+    flags = [
+        "-std=c++20",
+        "-O0",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+    ]
+    includes = [f"-I{path}" for path in include_paths()]
+    libraries = [flag for path in library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
+    command = [compiler, *flags, str(source), "-o", str(program), *includes, *libraries]
+    built = subprocess.run(
+        [*command, "-ltorch", "-ltorch_cpu", "-lc10"], capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stderr
+
+    def run_program(folder: Path, new: int, ids: list[int]) -> subprocess.CompletedProcess[str]:
+        words = [str(program), str(folder), str(new), *map(str, ids)]
+        one = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads that spin starve one another
+        return subprocess.run(words, env=one, capture_output=True, text=True, check=False)
+
+    return run_program
