@@ -213,11 +213,48 @@ def attend(
     return torch.matmul(weights, wide).transpose(1, 2).contiguous()
 
 
+def as_int8(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x (..., D) as int8 within ±127, and its scale: the one given, else one a row, fp32 (..., 1).
+
+    A row's own scale is its largest magnitude / 127; a row of zeros has scale 0.
+    """
+    wide = x.float()
+    if scale is None:
+        scale = wide.abs().amax(-1, keepdim=True) / 127
+    steps = torch.round(wide / torch.where(scale == 0, 1.0, scale.float()))
+    return steps.clamp(-127, 127).to(torch.int8), scale
+
+
+def for_cache(x: Tensor, cache: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """New keys or values (B, K, S, D) as a cache holds them, with their scales where it keeps any.
+
+    `scale` is None, fixed per channel (K, 1, D), or a buffer with one a token (4 dimensions).
+    """
+    if scale is None:
+        return x.to(cache.dtype), None
+    if scale.dim() == 3:
+        return as_int8(x, scale)[0], None
+    return as_int8(x)
+
+
+def from_cache(cache: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Cached keys or values in a floating type; int8 ones are widened by their scales."""
+    return cache if scale is None else (cache.float() * scale.float()).to(dtype)
+
+
+def heads_of_query(
+    q: Tensor, k: Tensor | None, v: Tensor | None, _: Tensor, values: Tensor, *__: Any, **___: Any
+) -> Tensor:
+    """(B, S, H, D of the cached values), in the type of q: a cache may hold int8."""
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], values.shape[3])
+
+
 @op(
     "static_attention(Tensor q, Tensor? k, Tensor? v, Tensor(a!) key_cache, Tensor(b!) "
-    "value_cache, Tensor past, Tensor? mask, Tensor? sinks=None, *, float scale, "
-    "bool causal=True, int? window=None, float? softcap=None) -> Tensor",
-    lambda q, k, v, key_cache, value_cache, *_, **__: heads_behind(q, key_cache, value_cache),
+    "value_cache, Tensor past, Tensor? mask, Tensor? sinks=None, Tensor(c!)? key_scale=None, "
+    "Tensor(d!)? value_scale=None, *, float scale, bool causal=True, int? window=None, "
+    "float? softcap=None) -> Tensor",
+    heads_of_query,
 )
 def static_attention(
     q: Tensor,
@@ -228,6 +265,8 @@ def static_attention(
     past: Tensor,
     mask: Tensor | None,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     *,
     scale: float,
     causal: bool = True,
@@ -240,15 +279,96 @@ def static_attention(
     step are those of the step before it, so that a CUDA graph can replay it. Without k and v (a
     layer that reads another's cache) nothing is written; the new tokens are there. `mask` (B, M)
     is 0 behind the new tokens. Returns (B, S, H, D of v).
+
+    int8 buffers come with fp32 scales: fixed ones per channel (K, 1, D), or one a token in a buffer
+    (B, K, M, 1), written along with the tokens.
     """
     if k is not None and v is not None:
         slots = past + torch.arange(q.shape[2], device=q.device)
-        key_cache.index_copy_(2, slots, k)
-        value_cache.index_copy_(2, slots, v)
+        for x, cache, scales in ((k, key_cache, key_scale), (v, value_cache, value_scale)):
+            held, factors = for_cache(x, cache, scales)
+            cache.index_copy_(2, slots, held)
+            if factors is not None and scales is not None:
+                scales.index_copy_(2, slots, factors.to(scales.dtype))
     if mask is None:
         mask = torch.ones_like(key_cache[:, 0, :, 0], dtype=torch.int64)
     keep = visible(mask, q.shape[2], causal, window, past)
-    return attend(q, key_cache, value_cache, keep, sinks, scale, softcap)
+    key = from_cache(key_cache, key_scale, q.dtype)
+    value = from_cache(value_cache, value_scale, q.dtype)
+    return attend(q, key, value, keep, sinks, scale, softcap)
+
+
+@op(
+    "paged_attention(Tensor q, Tensor? k, Tensor? v, Tensor(a!) key_pool, Tensor(b!) value_pool, "
+    "Tensor block_table, Tensor lengths, Tensor? query_lengths=None, Tensor? sinks=None, "
+    "Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None, *, float scale, bool causal=True, "
+    "int? window=None, float? softcap=None) -> Tensor",
+    heads_of_query,
+)
+def paged_attention(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    query_lengths: Tensor | None = None,
+    sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    *,
+    scale: float,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """`attention` over a cache in pages, which it writes in place, for sequences of any lengths.
+
+    Pools (blocks, K, block, D) hold the pages of all sequences; `block_table`, int32 (B, pages),
+    names those of each in order, -1 for none: such a slot is neither read nor written. `lengths`,
+    int64 [B], is how many tokens each has cached before its new ones, `query_lengths`, int64 [B],
+    how many of the S are real (None: all); the others yield 0 and are not written. There are no
+    holes: a token's position is its slot. Without k and v nothing is written; the new tokens are
+    there. Returns (B, S, H, D of v). Kwon et al. 2023.
+
+    int8 pools come with fp32 scales: fixed ones per channel (K, 1, D), or one a token in a pool
+    (blocks, K, block, 1), written along with the tokens.
+    """
+    new, block = q.shape[2], key_pool.shape[2]
+    step = torch.arange(new, device=q.device)
+    counts = torch.full_like(lengths, new) if query_lengths is None else query_lengths
+    own = lengths.long()[:, None] + step  # (B, S)
+    table = block_table.long()
+    if k is not None and v is not None:
+        page = (own // block).clamp(max=table.shape[1] - 1)
+        page = table.gather(1, page).masked_fill(own >= table.shape[1] * block, -1)
+        rows, tokens = torch.where((step < counts[:, None]) & (page >= 0))
+        place = page[rows, tokens], slice(None), own[rows, tokens] % block
+        for x, pool, scales in ((k, key_pool, key_scale), (v, value_pool, value_scale)):
+            held, factors = for_cache(x, pool, scales)
+            pool[place] = held[rows, :, tokens]
+            if factors is not None and scales is not None:
+                scales[place] = factors[rows, :, tokens].to(scales.dtype)
+    slot = torch.arange(table.shape[1] * block, device=q.device)
+    there = (table >= 0).repeat_interleave(block, 1)[:, None, :]
+    keep = (there & (slot < (lengths + counts)[:, None, None])).expand(-1, new, -1)
+    keep = keep & (step < counts[:, None])[:, :, None]
+    if causal:
+        keep = keep & (slot <= own[:, :, None])
+    if window is not None:
+        keep = keep & (own[:, :, None] - slot < window)
+
+    def pages(pool: Tensor, scales: Tensor | None) -> Tensor:
+        held = pool[table.clamp(min=0)]  # (B, pages, K, block, D)
+        if scales is not None:
+            per_token = scales.dim() == 4
+            held = from_cache(held, scales[table.clamp(min=0)] if per_token else scales, q.dtype)
+        held = held.transpose(1, 2).flatten(2, 3)
+        return held.masked_fill(~keep.any(1)[:, None, :, None], 0.0)  # whatever a pool starts with
+
+    key, value = pages(key_pool, key_scale), pages(value_pool, value_scale)
+    return attend(q, key, value, keep[:, None], sinks, scale, softcap)
 
 
 @op("rms_norm(Tensor x, Tensor? weight, float eps, bool cast_first=True) -> Tensor", like_first)
@@ -464,6 +584,57 @@ def quantized_linear(
     """
     weight = dequantize(packed, scales, zero_points, bits, x.shape[-1])
     return F.linear(x, weight.to(x.dtype), bias)
+
+
+@op(
+    "int8_linear(Tensor x, Tensor weight, Tensor scales, Tensor? bias=None, Tensor? x_scale=None) "
+    "-> Tensor",
+    lambda x, weight, *_, **__: x.new_empty(*x.shape[:-1], weight.shape[0]),
+)
+def int8_linear(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None = None,
+    x_scale: Tensor | None = None,
+) -> Tensor:
+    """`x @ weight.T + bias` in int8: x (..., K) is rounded as `as_int8` has it, row by row.
+
+    `weight` is int8 (N, K) with one scale a row, (N); `x_scale`, fp32 [1], is a scale for all of x
+    that was calibrated, instead of one a row. Products are summed in integers.
+    """
+    held, factors = as_int8(x, x_scale)
+    total = held.double() @ weight.double().t()  # exact: integers below 2 ** 53
+    out = total.float() * factors.float() * scales.float()
+    return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+@op(
+    "fp8_linear(Tensor x, Tensor weight, Tensor scales, Tensor? bias=None, *, "
+    "bool quantize=False) -> Tensor",
+    lambda x, weight, *_, **__: x.new_empty(*x.shape[:-1], weight.shape[0]),
+)
+def fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None = None,
+    *,
+    quantize: bool = False,
+) -> Tensor:
+    """`x @ weight.T + bias` by a weight in fp8: x (..., K), result (..., N), summed in fp32.
+
+    `weight` is float8_e4m3fn or float8_e5m2 (N, K), `scales` one a row (N) or one for all [1].
+    `quantize` rounds x to the weight's type as well, each row by its largest magnitude; else x
+    keeps its own. Micikevicius et al. 2022.
+    """
+    wide = x.float()
+    factors = torch.ones_like(wide[..., :1])
+    if quantize:
+        factors = wide.abs().amax(-1, keepdim=True) / torch.finfo(weight.dtype).max
+        wide = (wide / torch.where(factors == 0, 1.0, factors)).to(weight.dtype).float()
+    out = wide @ weight.float().t() * factors * scales.float()
+    return (out if bias is None else out + bias.float()).to(x.dtype)
 
 
 @op("last_tokens(Tensor x, Tensor mask, Tensor n) -> Tensor")

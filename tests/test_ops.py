@@ -295,11 +295,32 @@ def test_experts(layout: str, activation: str, transposed: bool) -> None:
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
+def int8(*size: int) -> Tensor:
+    return torch.randint(-127, 128, size, dtype=torch.int8)
+
+
+def int8_cache(per_token: bool) -> dict[str, Any]:
+    """Scales of caches (2, 2, 6, 8)."""
+    size = (2, 2, 6, 1) if per_token else (2, 1, 8)
+    return {"key_scale": torch.rand(size) / 50, "value_scale": torch.rand(size) / 50}
+
+
 ARGUMENTS: dict[str, Any] = {
     "attention": lambda: ([*heads(3, 0)[:3], None], {"layer": 0, "scale": 1.0}),
     "cached_attention": lambda: ([*heads(3, 2), torch.ones(2, 5).long()], {"scale": 1.0}),
     "static_attention": lambda: (
         [*heads(2, 6), torch.tensor([3]), torch.tensor([[1, 1, 1, 1, 1, 0], [1, 0, 1, 1, 0, 0]])],
+        {"scale": 1.0, "window": 2},
+    ),
+    "paged_attention": lambda: (
+        [
+            *heads(2, 0)[:3],
+            torch.randn(4, 2, 4, 8),
+            torch.randn(4, 2, 4, 8),
+            torch.tensor([[2, 0], [1, -1]]).int(),
+            torch.tensor([3, 0]),
+            torch.tensor([2, 1]),
+        ],
         {"scale": 1.0, "window": 2},
     ),
     "rms_norm": lambda: ([torch.randn(2, 3, 8).half(), torch.randn(8).half(), 1e-6], {}),
@@ -325,6 +346,14 @@ ARGUMENTS: dict[str, Any] = {
     "quantized_linear": lambda: (
         [torch.randn(2, 3, 40), *quantized(9, 40, 8, 16), torch.randn(9)],
         {"bits": 8},
+    ),
+    "int8_linear": lambda: (
+        [torch.randn(2, 3, 8).half(), int8(5, 8), torch.rand(5).half(), torch.randn(5).half()],
+        {},
+    ),
+    "fp8_linear": lambda: (
+        [torch.randn(2, 3, 8).half(), torch.randn(5, 8).to(torch.float8_e5m2), torch.rand(1)],
+        {"quantize": True},
     ),
     "gated": lambda: ([torch.randn(2, 8), torch.randn(2, 8), "gelu"], {}),
     "experts": lambda: (
@@ -367,10 +396,128 @@ def test_a_fixed_buffer_is_the_growing_cache(causal: bool, window: int | None, s
         assert torch.equal(again, got)
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+def test_an_int8_buffer(per_token: bool) -> None:
+    """What is written is widened again within half a step; the op reads it as it lies there."""
+    torch.manual_seed(4)
+    q, k, v = (torch.randn(2, n, 3, 8) for n in (4, 2, 2))
+    scales = int8_cache(per_token)
+    buffers = [int8(2, 2, 6, 8) for _ in "kv"]
+    args = (q, k, v, *buffers, torch.tensor([2]), None)
+    torch.library.opcheck(
+        OPS["static_attention"].target, [*(x.clone() for x in args[:5]), *args[5:]],
+        {"scale": 0.3, **{name: x.clone() for name, x in scales.items()}},
+    )  # fmt: skip
+    before = [x.clone() for x in buffers]
+    got = OPERATIONS.static_attention(*args, scale=0.3, **scales)
+    wide = []
+    for x, buffer, old, scale in zip((k, v), buffers, before, scales.values(), strict=True):
+        at = scale[:, :, 2:5] if per_token else scale
+        reach = 127 * at if not per_token else torch.inf
+        held = buffer[:, :, 2:5] * at
+        assert ((held - x.clamp(-reach, reach)).abs() <= at / 2 * 1.0001).all()
+        assert torch.equal(buffer[:, :, :2], old[:, :, :2])
+        wide.append(buffer[:, :, :5] * (scale[:, :, :5] if per_token else scale))
+    if per_token:
+        torch.testing.assert_close(scales["key_scale"][:, :, 2:5, 0], k.abs().amax(-1) / 127)
+    keep = torch.arange(5) <= torch.arange(2, 5)[:, None]
+    want = eager_attention(q, *wide, keep, 0.3)
+    torch.testing.assert_close(got.double(), want, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 2])
+def test_pages_are_the_growing_cache(causal: bool, window: int | None) -> None:
+    """Rows of unlike lengths, each as alone; pages out of order, and pools that start as NaN."""
+    torch.manual_seed(3)
+    pools = [torch.full((7, 2, 4, 8), torch.nan) for _ in "kv"]
+    table = torch.tensor([[5, 1, 2], [6, 3, -1]]).int()
+    lengths = torch.zeros(2, dtype=torch.int64)
+    past = [[torch.zeros(1, 2, 0, 8) for _ in "kv"] for _ in range(2)]
+    options = {"scale": 0.4, "window": window, "causal": causal, "softcap": 3.0}
+    for counts in ([5, 2], [1, 1], [3, 0], [0, 4]):
+        q, k, v = (torch.randn(2, n, 5, 8) for n in (4, 2, 2))
+        new = torch.tensor(counts)
+        got = OPERATIONS.paged_attention(q, k, v, *pools, table, lengths, new, **options)
+        again = OPERATIONS.paged_attention(q, None, None, *pools, table, lengths, new, **options)
+        assert torch.equal(again, got)
+        for row, count in enumerate(counts):
+            own = (x[row : row + 1, :, :count] for x in (q, k, v))
+            want, *past[row] = OPERATIONS.cached_attention(*own, *past[row], None, **options)
+            torch.testing.assert_close(got[row, :count], want[0])
+            assert torch.equal(got[row, count:], torch.zeros_like(got[row, count:]))
+        lengths = lengths + new
+    assert torch.equal(pools[0][[5, 1, 2]].transpose(0, 1).flatten(1, 2)[:, :9], past[0][0][0])
+    assert pools[0][[0, 4]].isnan().all()
+    assert pools[0][3, :, 3:].isnan().all()
+
+
+def test_pages_that_are_missing_are_not_seen() -> None:
+    """A window lets go of a sequence's first page; nothing is written behind its last."""
+    q, k, v = (torch.randn(1, n, 2, 8) for n in (2, 2, 2))
+    pools = [torch.randn(3, 2, 4, 8) for _ in "kv"]
+    args = (torch.tensor([[-1, 1]]).int(), torch.tensor([7]))
+    got = OPERATIONS.paged_attention(q, k, v, *pools, *args, scale=1.0)
+    keep = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 1]]).bool()
+    want = eager_attention(q, pools[0][1:2], pools[1][1:2], keep, 1.0)
+    torch.testing.assert_close(got.double(), want, atol=1e-6, rtol=1e-5)
+    assert torch.equal(pools[0][1, :, 3], k[0, :, 0])
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_int8_pages(per_token: bool) -> None:
+    torch.manual_seed(5)
+    q, k, v = (torch.randn(2, n, 3, 8) for n in (4, 2, 2))
+    scales = int8_cache(per_token)
+    buffers = [int8(2, 2, 6, 8) for _ in "kv"]
+    paged = [x.unflatten(2, (2, 3)).transpose(1, 2).flatten(0, 1).clone() for x in buffers]
+    factors = [
+        x.unflatten(2, (2, 3)).transpose(1, 2).flatten(0, 1).clone() if per_token else x
+        for x in scales.values()
+    ]
+    table = torch.arange(4).view(2, 2).int()
+    lengths, args = torch.tensor([2, 2]), {"scale": 0.3}
+    got = OPERATIONS.paged_attention(q, k, v, *paged, table, lengths, None, None, *factors, **args)
+    want = OPERATIONS.static_attention(q, k, v, *buffers, lengths[:1], None, **args, **scales)
+    torch.testing.assert_close(got, want)
+    for x, pages in zip([*buffers, *scales.values()], [*paged, *factors], strict=True):
+        if x.dim() == 4:
+            assert torch.equal(x.unflatten(2, (2, 3)).transpose(1, 2).flatten(0, 1), pages)
+
+
+def test_int8_product() -> None:
+    """By hand, in integers; a row of zeros; a scale that saturates."""
+    x, weight, scales = torch.randn(4, 16), int8(5, 16), torch.rand(5)
+    x[2] = 0
+    for x_scale in (None, torch.tensor([0.01])):
+        steps = x.abs().amax(1, keepdim=True) / 127 if x_scale is None else x_scale
+        held = torch.round(x / steps).nan_to_num(0).clamp(-127, 127)
+        want = (held.long() @ weight.long().t()) * steps.double() * scales.double() + 1
+        got = OPERATIONS.int8_linear(x, weight, scales, torch.ones(5), x_scale)
+        torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_fp8_product(kind: torch.dtype) -> None:
+    x, weight, scales = torch.randn(4, 16), torch.randn(5, 16).to(kind), torch.rand(5)
+    x[2] = 0
+    got = OPERATIONS.fp8_linear(x, weight, scales, torch.ones(5))
+    torch.testing.assert_close(got, x @ (weight.float() * scales[:, None]).t() + 1)
+    steps = x.abs().amax(1, keepdim=True) / (448 if kind == torch.float8_e4m3fn else 57344)
+    held = (x / steps).nan_to_num(0).to(kind)
+    got = OPERATIONS.fp8_linear(x, weight, scales[:1], quantize=True)
+    torch.testing.assert_close(got, held.float() @ weight.float().t() * steps * scales[0])
+    assert (held.float() * steps - x).abs().max() < x.abs().max() / 8
+
+
 @pytest.mark.parametrize("name", sorted(ARGUMENTS))
 def test_torch_takes_it_for_an_op(name: str) -> None:
     """Schema, fake function and dispatch hold together, and no result shares an input's memory."""
     args, kwargs = ARGUMENTS[name]()
+    if name == "fp8_linear":  # torch's check of the schema multiplies, which fp8 cannot on a CPU
+        checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+        torch.library.opcheck(OPS[name].target, args, kwargs, test_utils=checks)
+        args[1], kwargs = args[1].float(), {}
     torch.library.opcheck(OPS[name].target, args, kwargs)
 
 
@@ -391,4 +538,4 @@ def test_shape_functions(name: str) -> None:
 def test_every_op_is_described() -> None:
     assert set(ARGUMENTS) | {"last_tokens"} == set(OPS)
     for operation in OPS.values():
-        assert operation.doc.strip().endswith((".", "2019.", "2020.", "2021."))
+        assert operation.doc.strip().endswith((".", "2019.", "2020.", "2021.", "2022.", "2023."))
