@@ -428,13 +428,13 @@ def passes_command(
 
 @command(
     "kernels",
-    "qopt kernels\nqopt kernels build --arch sm_90 -o cubins",
+    "qopt kernels\nqopt kernels build --arch sm_90 -o cubins\nqopt kernels bench",
     partial(cli.group, invoke_without_command=True),
 )
 @click.pass_context
 @pass_state
 def kernels_group(state: State, context: click.Context) -> None:
-    """List the ops with their kernels and what each accepts, or build the kernels."""
+    """List the ops with their kernels and what each accepts, or build or time the kernels."""
     from qopt.kernel_build import listing
 
     if context.invoked_subcommand is None:
@@ -453,6 +453,27 @@ def kernels_build_command(state: State, arch: str, out: Path, op: str | None) ->
     with state.progress().step("building") as advance:
         report = build(arch, out, op, lambda _: advance(1))
     state.show(report)
+
+
+@command("bench", "qopt kernels bench -o times --check", kernels_group.command)
+@click.option("--op", help="Time the kernels of one op alone.")
+@click.option(
+    "--dtype", default="bf16", show_default=True, type=click.Choice(["fp32", "fp16", "bf16"])
+)
+@click.option("--compiled/--no-compiled", default=True, help="Time torch.compile too; default: do.")
+@click.option("--check", is_flag=True, help="Fail, with exit code 5, where a target is missed.")
+@click.option("-o", "--out", type=_path, help="Folder for the figures as JSON and a plot.")
+@pass_state
+def kernels_bench_command(state: State, /, check: bool, out: Path | None, **options: Any) -> None:
+    """Check and time each kernel on the GPU, against torch, torch.compile and Liger-Kernel."""
+    from qopt import kernel_bench
+
+    with state.progress().step("timing") as advance:
+        result = kernel_bench.bench(step=lambda _: advance(1), **options)
+    if out is not None:
+        result.notes += kernel_bench.write(result, out)
+    state.show(result.to_dict() if state.json else result)
+    kernel_bench.refuse(result, check)
 
 
 @command("recipes", "qopt recipes low-latency")
