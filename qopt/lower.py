@@ -35,6 +35,20 @@ class Implementation(Protocol):
         """Write it."""
 
 
+class InAten:
+    """An implementation that is a function in torch, of the op's own arguments: it is traced."""
+
+    name: str
+
+    def body(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute what the op does."""
+        raise NotImplementedError
+
+    def sources(self, node: fx.Node) -> Iterable[fx.Node]:
+        """Its arguments."""
+        return node.all_input_nodes
+
+
 @dataclass
 class Context:
     """What an implementation may ask before it says yes."""
@@ -101,8 +115,8 @@ def lower(graph: Graph, target: Target, opset: int) -> list[Choice]:
         for refusal in refusals:
             choice.refusals[refusal] = choice.refusals.get(refusal, 0) + 1
         needed.update(sources(node))
-        if chosen is None:
-            decompose(graph, node)
+        if chosen is None or isinstance(chosen, InAten):
+            decompose(graph, node, chosen.body if chosen else OPS[op].reference)
     canonical.canonicalize(graph)
     share_sizes(graph)
     return list(choices.values())
@@ -129,15 +143,14 @@ def op_of(node: fx.Node) -> str | None:
     return target._schema.name.partition("::")[2]
 
 
-def decompose(graph: Graph, node: fx.Node) -> None:
-    """Replace a dialect op by its reference in aten ops."""
-    op = OPS[op_of(node) or ""]
+def decompose(graph: Graph, node: fx.Node, body: Callable[..., Any]) -> None:
+    """Replace a dialect op by the aten ops that a function of its arguments runs."""
     sources = node.all_input_nodes
 
     def call(*values: Any) -> Any:
         given = dict(zip(sources, values, strict=True))
         args, kwargs = fx.map_arg((node.args, node.kwargs), given.__getitem__)
-        return op.reference(*args, **kwargs)
+        return body(*args, **kwargs)
 
     with graph.fake_mode:
         traced = make_fx(call, pre_dispatch=True)(*(source.meta["val"] for source in sources))

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from qopt.compile import compile
 from qopt.emit import torchscript
 from qopt.errors import GateError, ResourceError, UsageError
 from qopt.final_check import Checker, Job, run_job
+from qopt.ops import OPS
 from qopt.runtime import load
 
 Compiled = Callable[..., Path]
@@ -240,6 +242,50 @@ def test_what_it_cannot_do_is_refused(
         compile(str(tiny("llama")[0]), "baseline", tmp_path / "out", target=TARGET, **flags)
     assert type(caught.value).__name__ in ("UsageError", "UnsupportedError")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "taken", "why"),
+    [
+        ("llama", "scaled_dot_product_attention", None),
+        ("mistral", "scaled_dot_product_attention", None),  # a window is a mask
+        ("gemma2", "reference", "no soft-cap"),
+        ("gpt_oss", "reference", "no sinks"),
+    ],
+)
+def test_attention_is_torchs_own_where_that_can_do_it(
+    family: str, taken: str, why: str | None, tiny: Tiny, tmp_path: Path
+) -> None:
+    model = str(tiny(family)[0])
+    result = compile(model, "baseline", tmp_path / "out", target=TARGET, check="final")
+    (row,) = [row for row in result.report.lowering if row.op == "cached_attention"]
+    assert row.implementation == taken
+    assert why is None or why in row.reasons[0]
+
+
+def test_a_row_without_any_key_is_zero_there_too() -> None:
+    """B10: padding in front, as `qopt::cached_attention` has it."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8), torch.randn(2, 2, 3, 8)
+    mask = torch.tensor([[0, 0, 1], [1, 1, 1]])
+    given = (q, k, v, None, None, mask)
+    for window in (None, 1, 2):
+        got = torchscript.GrowingAttention().body(*given, scale=0.3, window=window)
+        want = OPS["cached_attention"].reference(*given, scale=0.3, window=window)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_one_row_in_bf16_goes_through_mv(compiled: Compiled) -> None:
+    """The same numbers as many rows at once give, to bf16's rounding."""
+    folder = compiled("llama", target=TARGET, dtype="bf16")
+    assert "mv(" in code_of(folder)
+    assert "mv(" not in code_of(compiled("llama", target=TARGET))
+    ids = np.array([[5, 9, 11, 40, 7]])
+    whole = load(folder).decoder(1).forward(ids, keep=0)
+    decoder = load(folder).decoder(1)
+    single = [decoder.forward(ids[:, i : i + 1], keep=0) for i in range(5)]
+    np.testing.assert_allclose(np.concatenate(single, 1), whole, atol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])

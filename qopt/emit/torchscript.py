@@ -22,16 +22,17 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.nn import functional as F
 
-from qopt.canonical import targets_of_write, value, written
+from qopt.canonical import arguments, targets_of_write, value, written
 from qopt.emit.external_data import Appender, aligned, refuse_overflow
 from qopt.emit.save_torchscript import Saving
 from qopt.emit.signature import input_shape, output_shape
 from qopt.emit.written import Written
 from qopt.errors import ResourceError, UnsupportedError
 from qopt.graph import Graph, describe
-from qopt.lower import Context, implements, inline, lower, op_of
-from qopt.ops import OPS
+from qopt.lower import Context, InAten, implements, inline, lower, op_of
+from qopt.ops import OPS, visible
 from qopt.runtime.cache import CACHE_POSITION
 from qopt.target import Target
 from qopt.weights import LazyWeight, equal_weights, tensor_bytes
@@ -194,6 +195,15 @@ def last_columns(keep: int) -> Callable[[Tensor, Tensor], Tensor]:
     return function
 
 
+def is_row_bound(node: fx.Node, target: Target) -> bool:
+    """Whether a CPU reads the weight of this product slower through `linear` than through `mv`."""
+    if target.name != "torchscript-cpu" or node.target is not torch.ops.aten.linear.default:
+        return False
+    x, weight, *bias = node.args
+    plain = not any(bias) and isinstance(x, fx.Node) and isinstance(weight, fx.Node)
+    return plain and value(x).dtype == torch.bfloat16 and value(weight).dim() == 2
+
+
 class KernelOp:
     """A call of a `qopt::` op, which a Triton kernel takes over where it runs on a GPU."""
 
@@ -220,6 +230,96 @@ class KernelOp:
 
 for _op in KERNEL_OPS:
     implements(_op, "torchscript-cuda")(KernelOp)
+
+
+class FlashAttention(InAten):
+    """Torch's own attention, which holds no matrix of scores."""
+
+    name = "scaled_dot_product_attention"
+
+    def refuses(self, context: Context, node: fx.Node) -> str | None:
+        """What torch's attention has no argument for."""
+        if node.kwargs.get("softcap") is not None:
+            return "torch has no soft-cap"
+        if given(node, "sinks") is not None:
+            return "torch has no sinks"
+        if given(node, "key_scale") is not None or given(node, "value_scale") is not None:
+            return "torch has no int8 keys"
+        return None
+
+
+@implements("cached_attention", "torchscript-cpu", "torchscript-cuda")
+class GrowingAttention(FlashAttention):
+    """On past and new keys joined."""
+
+    def body(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        past_key: Tensor | None,
+        past_value: Tensor | None,
+        mask: Tensor | None,
+        sinks: None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `qopt::cached_attention`."""
+        key = k.clone() if past_key is None else torch.cat([past_key, k], 2)
+        value = v.clone() if past_value is None else torch.cat([past_value, v], 2)
+        return flash(q, key, value, mask, None, **options), key, value
+
+
+@implements("static_attention", "torchscript-cpu", "torchscript-cuda")
+class StaticAttention(FlashAttention):
+    """On a buffer, into which it writes the new keys first."""
+
+    def body(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        past: Tensor,
+        mask: Tensor | None,
+        sinks: None = None,
+        key_scale: None = None,
+        value_scale: None = None,
+        **options: Any,
+    ) -> Tensor:
+        """As `qopt::static_attention`."""
+        if k is not None and v is not None:
+            slots = past + torch.arange(k.shape[2], device=k.device)
+            key_cache.index_copy_(2, slots, k)
+            value_cache.index_copy_(2, slots, v)
+        return flash(q, key_cache, value_cache, mask, past, **options)
+
+
+def given(node: fx.Node, name: str) -> Any:
+    """An argument of a dialect op; None where it is left out or unknown."""
+    found = [held for known, held in arguments(node) if known.name == name]
+    return found[0] if found else None
+
+
+def flash(
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    past: Tensor | None,
+    *,
+    scale: float,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: None = None,
+) -> Tensor:
+    """Attention of q (B, H, S, D) over all keys (B, K, T, D) that it may see: (B, S, H, D of v)."""
+    if mask is None:
+        mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.int64)
+    keep = visible(mask, q.shape[2], causal, window, past)
+    grouped = q.shape[1] != key.shape[1]
+    out = F.scaled_dot_product_attention(q, key, value, keep, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2).contiguous()
 
 
 class Script:
@@ -283,7 +383,21 @@ class Script:
         ):
             raise self.refuse(node, "it is no operator of TorchScript")
         self.own = self.own or own
-        return self.operator_call(node, operation)
+        call = self.operator_call(node, operation)
+        return self.one_row(node, call) if is_row_bound(node, self.target) else call
+
+    def one_row(self, node: fx.Node, call: str) -> str:
+        """A product of few rows and a matrix: a single row goes through `mv`, twice as fast."""
+        x, weight = node.args[:2]
+        assert isinstance(x, fx.Node)
+        rows = "1"
+        for dim in range(value(x).dim() - 1):
+            rows += f" * {self.names[x]}.size({dim})"
+        given = self.text(x), self.text(weight)
+        row = f"torch.ops.aten.mv({given[1]}, {given[0]}.reshape(-1))"
+        for _ in range(value(x).dim() - 1):
+            row = f"{row}.unsqueeze(0)"
+        return f"{row} if {rows} == 1 else {call}"
 
     def operator_call(self, node: fx.Node, operation: torch._ops.OpOverload) -> str:
         """A call of a torch operator, its arguments as the schema names them."""
