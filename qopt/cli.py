@@ -119,6 +119,11 @@ class _Finite(click.FloatRange):
 _path = click.Path(path_type=Path)
 _artifact = click.argument("artifact", metavar="OUT", type=_path)
 _threads = click.option("--threads", type=click.IntRange(1), help="Default: one a core, up to 8.")
+_device = click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Where an ONNX artifact runs; default: its target's.",
+)
 _max_ram = click.option(
     "--max-ram", metavar="SIZE", help="Memory that may be used, e.g. 4GB; default: what is free."
 )
@@ -151,6 +156,13 @@ _plugins = click.option(
 @click.option(
     "--portable", is_flag=True, default=None, help="torchscript-cuda without ops of qopt's own."
 )
+@click.option(
+    "--arch",
+    "architectures",
+    multiple=True,
+    type=click.Choice(["sm_80", "sm_90", "sm_100", "gfx942"]),
+    help="onnx-cuda-triton: compile kernels for this; default: all four.",
+)
 @click.option("--no-weights", is_flag=True, help="Write the graph alone.")
 @click.option("--keep-rejected", is_flag=True, help="Keep what fails the check in OUT.rejected/.")
 @_max_ram
@@ -171,6 +183,7 @@ def compile_command(
         out = default_output(model, recipe)
         progress.say(f"writing {out}/")
     flags = {name: list(v) if isinstance(v, tuple) else v for name, v in flags.items()}
+    flags["architectures"] = flags["architectures"] or None
     result = compile(model, recipe, out, progress=progress, **flags)
     if state.json:
         state.show({"out": result.out, "notes": result.notes, "report": result.report})
@@ -184,13 +197,14 @@ def compile_command(
 @command("verify", "qopt verify out smollm2-135m")
 @_artifact
 @click.argument("model", required=False)
+@_device
 @_max_ram
 @pass_state
-def verify_command(state: State, /, artifact: Path, model: str | None, max_ram: str | None) -> None:
+def verify_command(state: State, /, artifact: Path, model: str | None, **options: Any) -> None:
     """Check an artifact: its files, and that it still computes MODEL."""
     from qopt.final_check import verify
 
-    result = verify(artifact, model, max_ram=max_ram)
+    result = verify(artifact, model, **options)
     state.show(result.to_dict() if state.json else result)
     if not result.passed:
         failed = [probe.probe for probe in result.probes if not probe.passed]
@@ -237,6 +251,7 @@ def inspect_command(state: State, /, artifact: Path) -> None:
 @click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text.")
 @click.option("--inputs", type=_path, metavar="FILE.npz", help="Arrays, for any artifact.")
 @click.option("--outputs", type=_path, metavar="FILE.npz", help="Where to write its outputs.")
+@_device
 @_threads
 @pass_state
 def run_command(
@@ -250,6 +265,7 @@ def run_command(
     inputs: Path | None,
     outputs: Path | None,
     threads: int | None,
+    device: str | None,
     **options: Any,
 ) -> None:
     """Run an artifact: answer prompts, chat, or feed it arrays."""
@@ -258,7 +274,9 @@ def run_command(
     texts = [*prompts, *map(_read_prompt, prompt_file)]
     _refuse_clashes(texts, inputs, outputs, chat, state)
     with state.progress().step("loading"):
-        model = load(artifact, threads=threads)
+        model = load(artifact, threads=threads, device=device)
+    for line in model.session.told():
+        state.progress().say(line)
     options["stop"] = options["stop"] or None
     if inputs is not None:
         _run_arrays(state, model, inputs, outputs)
@@ -373,6 +391,7 @@ def _run_arrays(state: State, model: Model, inputs: Path, outputs: Path | None) 
 @click.option("--length", default=512, show_default=True, type=click.IntRange(2))
 @click.option("--first", default=0, show_default=True, type=click.IntRange(0), help="First window.")
 @_max_ram
+@_device
 @_threads
 @pass_state
 def eval_command(state: State, /, artifact: Path, text: Path, **options: Any) -> None:
@@ -384,22 +403,28 @@ def eval_command(state: State, /, artifact: Path, text: Path, **options: Any) ->
     state.show(result)
 
 
-@command("bench", "qopt bench out --vs genai-folder")
+@command("bench", "qopt bench out --vs eager --vs genai-folder")
 @_artifact
-@click.option("--vs", type=_path, help="A transformers or onnxruntime-genai folder, or an artifact")
+@click.option(
+    "--vs",
+    multiple=True,
+    help="eager or compile (its model in torch), a transformers or onnxruntime-genai folder, or an "
+    "artifact; may be repeated.",
+)
 @click.option("--prompt", default=512, show_default=True, type=click.IntRange(1))
 @click.option("--new", default=64, show_default=True, type=click.IntRange(1), help="New tokens.")
 @click.option("--batch", default=1, show_default=True, type=click.IntRange(1))
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(1))
+@_device
 @_threads
 @pass_state
 def bench_command(state: State, /, artifact: Path, **options: Any) -> None:
-    """Time prefill and decode, in turns with a peer."""
+    """Time prefill and decode, in turns with peers."""
     from qopt.bench import bench
 
     with state.progress().step("timing"):
         result = bench(artifact, **options)
-    state.show(result)
+    state.show(result.to_dict() if state.json else result)
 
 
 # --- looking things up -----------------------------------------------------------------------

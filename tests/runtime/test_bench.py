@@ -23,8 +23,8 @@ def test_an_artifact_alone(tiny: Build) -> None:
     assert result.artifact.engine == "qopt"
     assert result.artifact.threads == 1
     assert len(result.artifact.prefill) == len(result.artifact.decode) == 3
-    assert result.peer is None
-    assert result.prefill_ratio is None
+    assert result.peers == []
+    assert result.tables()[0].columns == ["engine", "threads", "prefill tok/s", "decode tok/s"]
     assert json.loads(json.dumps(result.to_dict()))["artifact"]["decode_tok_s"] > 0
 
 
@@ -65,23 +65,29 @@ def test_tokens_a_second() -> None:
 @pytest.mark.usefixtures("clock")
 def test_runs_alternate_with_new_prompts_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[Any] = []
-    engines = {"a": Clocked("a", (0.5, 1.0), log), "b": Clocked("b", (1.0, 4.0), log)}
+    seconds = {"a": (0.5, 1.0), "b": (1.0, 4.0), "c": (0.25, 0.5)}
+    engines = {name: Clocked(name, taken, log) for name, taken in seconds.items()}
     monkeypatch.setattr(bench_module, "open_engine", lambda path, threads: engines[str(path)])
-    result = bench("a", vs="b", batch=1, **SMALL)
-    order = ["a", "b", "b", "a"] * 2  # a round to warm up, three that count
+    result = bench("a", vs=["b", "c"], batch=1, **SMALL)
+    order = ["a", "b", "c", "c", "b", "a"] * 2  # a round to warm up, three that count
     assert [name for name, _ in log] == order
-    assert all(log[i][1] == log[i + 1][1] for i in range(0, 8, 2))
+    assert all(log[i][1] == log[i + 1][1] == log[i + 2][1] for i in range(0, 12, 3))
     assert len({str(ids) for _, ids in log}) == 4
-    assert (result.prefill_ratio, result.decode_ratio) == (2.0, 4.0)
-    assert result.to_dict()["decode_pairs"] == [4.0, 4.0, 4.0]
+    assert [result.ratios(peer) for peer in result.peers] == [(2.0, 4.0), (0.5, 0.5)]
+    assert result.to_dict()["peers"][0]["decode_pairs"] == [4.0, 4.0, 4.0]
+    assert [row[-2:] for row in result.tables()[0].rows] == [
+        ("", ""),
+        ("2.00", "4.00"),
+        ("0.50", "0.50"),
+    ]
 
 
 def test_ratios_are_of_medians() -> None:
     ours = Speeds("a", None, prefill=[1.0, 100.0, 3.0], decode=[2.0, 2.0, 2.0])
     theirs = Speeds("b", None, prefill=[1.0, 1.0, 1.5], decode=[1.0, 4.0, 1.0])
-    result = Bench(1, 1, 1, 3, ours, theirs)
-    assert (result.prefill_ratio, result.decode_ratio) == (3.0, 2.0)
-    assert result.to_dict()["prefill_pairs"] == [1.0, 100.0, 2.0]
+    result = Bench(1, 1, 1, 3, ours, [theirs])
+    assert result.ratios(theirs) == (3.0, 2.0)
+    assert result.to_dict()["peers"][0]["prefill_pairs"] == [1.0, 100.0, 2.0]
 
 
 def test_against_a_transformers_folder(tiny: Build, tmp_path: Path) -> None:
@@ -93,8 +99,7 @@ def test_against_a_transformers_folder(tiny: Build, tmp_path: Path) -> None:
     original = GPT2LMHeadModel(config).train(False)
     original.save_pretrained(tmp_path / "original")
     result = bench(tiny().folder, vs=tmp_path / "original", batch=2, **SMALL)
-    assert result.peer is not None
-    assert result.peer.engine == "transformers"
+    assert [peer.engine for peer in result.peers] == ["transformers"]
     engine: Any = open_engine(tmp_path / "original", 1)
     ids = np.random.default_rng(0).integers(3, 260, (1, 9))
     engine.prepare(ids, 3)
@@ -114,6 +119,12 @@ def test_the_artifact_engine_decodes_greedily(tiny: Build) -> None:
     engine.prefill()
     engine.decode()
     assert engine._next[0] == built.greedy(ids[0].tolist(), 4)[-1]
+
+
+def test_the_model_must_be_known(tiny: Build) -> None:
+    folder = tiny().folder
+    with pytest.raises(UsageError, match="the model that it was compiled from is not known here"):
+        bench(folder, vs="eager", **SMALL)
 
 
 def test_bad_input(tiny: Build, tmp_path: Path) -> None:
