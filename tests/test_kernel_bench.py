@@ -367,3 +367,61 @@ def test_bad_input() -> None:
         kernel_bench.bench(op="rms_nrom")
     with pytest.raises(UsageError, match="rotary has no kernel"):
         kernel_bench.chosen(cases(torch.float32), "rotary")
+
+
+# Timing --------------------------------------------------------------------------------------
+
+
+class Device:
+    """Stands in for torch.cuda: a clock that calls move on, and events that note it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.busy = 0  # copies enqueued
+
+    def event(self, enable_timing: bool) -> Any:
+        assert enable_timing
+        event = SimpleNamespace(at=math.nan)
+        event.record = lambda: setattr(event, "at", self.now)
+        event.elapsed_time = lambda other: (other.at - event.at) * 1e3  # milliseconds
+        return event
+
+    def copy(self, count: int) -> None:
+        self.now += count * 1e-3
+        self.busy += count
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    made = Device()
+    monkeypatch.setattr(torch.cuda, "Event", made.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    properties = SimpleNamespace(L2_cache_size=50 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: SimpleNamespace())
+    monkeypatch.setattr(torch, "empty_like", lambda _: SimpleNamespace())
+    monkeypatch.setattr(kernel_bench.DeviceTimer, "_hold", lambda _, count: made.copy(count))
+    return made
+
+
+def test_device_times_are_medians_of_single_calls_in_turns(device: Device) -> None:
+    timer = kernel_bench.DeviceTimer(CPU)
+    made: list[int] = []
+
+    def call(index: int, seconds: float) -> None:
+        made.append(index)
+        device.now += seconds
+
+    seconds = (1e-5, 3e-5, 2e-5, 9e-5, 4e-5)
+    busy = device.busy
+    got = timer.median([partial(call, i, s) for i, s in enumerate(seconds)])
+    assert got == pytest.approx(3e-5)  # copies that keep the device busy do not count
+    assert device.busy > busy
+    assert made[6:] == [0, 1, 2, 3, 4] * 10  # 3 that compile, 3 that the host's time is taken of
+
+
+def test_arguments_outgrow_the_cache(device: Device) -> None:
+    timer = kernel_bench.DeviceTimer(CPU)
+    assert timer.copies(1 << 20) == 100
+    assert timer.copies(1 << 40) == 2  # even so no call finds what the one before it left
+    assert timer.copies(16) == 512
