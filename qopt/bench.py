@@ -306,7 +306,7 @@ class _Torch:
         if compiled:
             # launches of so small kernels take longer than the kernels: a CUDA graph replays them
             mode = "reduce-overhead" if device.startswith("cuda") else None
-            self._call = torch.compile(model.forward, dynamic=False, mode=mode)
+            self._call: Any = torch.compile(model.forward, dynamic=False, mode=mode)
         else:
             self._call = model
 
