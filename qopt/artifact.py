@@ -82,6 +82,7 @@ class Manifest(_Strict):
     inputs: list[TensorSpec]
     outputs: list[TensorSpec]
     shared_buffer: bool = False  # past and present may be one buffer
+    batched_chunks: bool = True  # several new tokens of several rows may meet a filled cache
     logits: Literal["last", "all"] = "last"
     preset: str = "low-latency"
     weights: bool = True  # False: compiled with --no-weights, only the graph is there

@@ -77,6 +77,7 @@ def compile(
     revision: str | None = None,
     no_weights: bool = False,
     portable: bool | None = None,
+    architectures: Sequence[str] | None = None,
     keep_rejected: bool = False,
     max_ram: str | None = None,
     progress: Progress | None = None,
@@ -108,6 +109,7 @@ def compile(
             stop_after=stop_after,
             target=target,
             portable=portable,
+            architectures=None if architectures is None else list(architectures),
             dtype=dtype,
             opset=opset,
             logits=logits,
@@ -177,7 +179,15 @@ def compile(
                 written = write_torchscript(graph, writer.folder, place, counted)
             else:
                 soon = chosen.check != "off" or measured(chosen)
-                written = write_onnx(graph, writer.folder, place, limit, counted, read_soon=soon)
+                written = write_onnx(
+                    graph,
+                    writer.folder,
+                    place,
+                    limit,
+                    counted,
+                    read_soon=soon,
+                    architectures=architectures_of(chosen),
+                )
                 check_file(writer.folder / "model.onnx", weights=not no_weights)
         report.lowering = [
             LoweringRow(c.op, c.implementation, c.count, told(c.refusals)) for c in written.choices
@@ -229,6 +239,13 @@ def refuse_early(
         refuse_dump(Path(dump))
     if target is not None:
         find_target(target)
+
+
+def architectures_of(recipe: Recipe) -> Sequence[str]:
+    """What a recipe's Triton kernels are compiled for."""
+    from qopt.kernel import ARCHITECTURES
+
+    return ARCHITECTURES if recipe.architectures is None else recipe.architectures
 
 
 @dataclass
@@ -335,6 +352,7 @@ def manifest_of(
         inputs=inputs,
         outputs=outputs,
         shared_buffer=written.shared_buffer,
+        batched_chunks=written.batched_chunks,
         logits="last" if given_columns(written) else "all",
         preset=recipe.generation.preset,
         weights=weights,

@@ -75,10 +75,7 @@ NETWORK = (
 SECRET = ("HF_TOKEN",)
 
 ORT_FLOOR = (1, 32)
-NOT_YET = {
-    "onnx-cuda": "not in this version of qopt",
-    "onnx-cuda-triton": "not in this version of qopt",
-}
+GPU_FLOOR = (1, 31)  # of onnxruntime-gpu, which comes out later
 
 
 @dataclass
@@ -142,23 +139,46 @@ def unmet_requirements(requirements: Sequence[str]) -> list[str]:
 
 
 def _targets(cpu: str | None, gpu: str | None) -> dict[str, str | None]:
-    version = cpu or gpu
-    why = None
-    if version is None:
-        why = "onnxruntime is not installed: pip install 'qopt-compiler[cpu]'"
-    elif tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < ORT_FLOOR:
-        floor = ".".join(map(str, ORT_FLOOR))
-        why = f"onnxruntime {version} is installed, {floor} or newer is needed"
+    why = _no_runtime(cpu or gpu, ORT_FLOOR)
     return {
         "onnx": why,
         "onnx-cpu": why,
+        "onnx-cuda": _no_cuda(cpu, gpu),
+        "onnx-cuda-triton": _no_runtime(cpu or gpu, GPU_FLOOR) or _no_binaries(),
         "torchscript-cpu": None,
         "torchscript-cuda": _no_kernels(),
-    } | NOT_YET
+    }
+
+
+def _no_runtime(version: str | None, floor: tuple[int, int]) -> str | None:
+    """Why this onnxruntime does not do."""
+    if version is None:
+        return "onnxruntime is not installed: pip install 'qopt-compiler[cpu]'"
+    if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < floor:
+        wanted = ".".join(map(str, floor))
+        return f"onnxruntime {version} is installed, {wanted} or newer is needed"
+    return None
+
+
+def _no_cuda(cpu: str | None, gpu: str | None) -> str | None:
+    """Why artifacts for CUDA cannot run here on CUDA; they are compiled and checked."""
+    instead = "artifacts are compiled, checked on the CPU and run with --device cpu"
+    if gpu is None:
+        return f"onnxruntime-gpu is not installed (pip install 'qopt-compiler[gpu]'): {instead}"
+    if not Path("/dev/nvidiactl").exists():
+        return f"there is no NVIDIA GPU: {instead}"
+    return _no_runtime(gpu, GPU_FLOOR)
+
+
+def _no_binaries() -> str | None:
+    """Why no Triton kernel can be compiled into an artifact's folder."""
+    if _version("triton") is None:
+        return "Triton is not installed, so artifacts hold no kernels: their functions run"
+    return None
 
 
 def _no_kernels() -> str | None:
-    """Why the kernels cannot run here; the artifact is compiled and checked all the same."""
+    """Why the kernels cannot run here; the artifact is compiled and checked."""
     if _version("triton") is None:
         return "Triton is not installed, so ops run as their references in torch"
     if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():

@@ -73,13 +73,14 @@ def evaluate(
     first: int = 0,
     threads: int | None = None,
     max_ram: str | None = None,
+    device: str | None = None,
 ) -> Evaluation:
     """Score windows `first` to `first + windows` of a text, each of `length` tokens.
 
     The text is tokenized whole, without BOS; a window's first token is not scored. `against` is
     another artifact, or a model (what `qopt compile` takes): run in fp32, eager. What does not fit
     `max_ram` (as `4GB`; default: the memory that is free) runs part by part, and the model's
-    captured graph then stands for it.
+    captured graph then stands for it. `device`: `cpu` or `cuda`, default the artifact's target's.
     """
     subject = artifact if isinstance(artifact, Model) else Artifact.load(artifact)
     text = _read(Path(text_file))
@@ -99,11 +100,13 @@ def evaluate(
     if len(ids) < windows:
         there = f"the text has {first + len(ids)} of {length} tokens"
         notes.append(f"{len(ids)} of {windows} windows scored, from {first} on: {there}")
-    original = None if against is None else _scorer(against, threads, room)
+    original = None if against is None else _scorer(against, threads, room, device)
     if room is not None or isinstance(artifact, Model):
         score = _scorer(artifact, threads, room)
     else:
-        score = _scorer(load(artifact, threads=threads), threads, room)
+        loaded = load(artifact, threads=threads, device=device)
+        notes += loaded.session.told()
+        score = _scorer(loaded, threads, room)
     found = []
     theirs = repeat(None) if original is None else original(ids)  # streamed, it runs here
     for window, logits, other in zip(ids, score(ids), theirs, strict=False):
@@ -180,7 +183,10 @@ def _windows(subject: Model | Artifact, text: str, windows: int, length: int, fi
 
 
 def _scorer(
-    model: str | Path | Model | ModelSource, threads: int | None, room: Path | None
+    model: str | Path | Model | ModelSource,
+    threads: int | None,
+    room: Path | None,
+    device: str | None = None,
 ) -> Scorer:
     """`room`: a folder for what does not fit in memory; None where all of it does."""
     if isinstance(model, Model):
@@ -188,7 +194,7 @@ def _scorer(
     if isinstance(model, str | Path) and (Path(model) / MANIFEST).is_file():
         if room is not None:
             return _parts_scorer(Artifact.load(model), threads)
-        return _artifact_scorer(load(model, threads=threads))
+        return _artifact_scorer(load(model, threads=threads, device=device))
     return _model_scorer(model, room)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from qopt.errors import GateError, LimitError, UnsupportedError, UsageError
 from qopt.recipe import Gate, Limits, Recipe, percent, size_in_bytes
 from qopt.report import CheckRow
+from qopt.runtime.session import device_at_hand
 from qopt.target import find_target
 
 if TYPE_CHECKING:
@@ -26,6 +27,13 @@ def measured(recipe: Recipe) -> bool:
 
 def refuse_impossible(recipe: Recipe, source: ModelSource) -> None:
     """Refuse, before any work, a gate that nothing could be held to."""
+    timed = recipe.limits.prefill_ms is not None or recipe.limits.decode_ms is not None
+    if timed and device_at_hand(recipe.target) == "cpu":
+        raise UsageError(
+            f"limits: a time of target {recipe.target} cannot be measured here",
+            why="there is no CUDA provider or no GPU, and another device's time says nothing",
+            todo="compile where there is one, or leave prefill_ms and decode_ms out",
+        )
     if recipe.gate == Gate():
         return
     if recipe.logits == "last" and find_target(recipe.target).format == "torchscript":
@@ -99,6 +107,7 @@ def quality(
         length=length,
         first=first,
         max_ram=max_ram,
+        device=device_at_hand(recipe.target),
     )
     assert found.against_perplexity is not None
     assert found.kl is not None
@@ -117,7 +126,7 @@ def cost(limits: Limits, artifact: Path) -> CheckRow:
     figures: dict[str, float] = {}
     most: dict[str, float] = {}
     if limits.size is not None:
-        files = [path for path in artifact.iterdir() if path.is_file()]
+        files = [path for path in artifact.rglob("*") if path.is_file()]
         figures["size"], most["size"] = (
             sum(p.stat().st_size for p in files),
             size_in_bytes(limits.size),

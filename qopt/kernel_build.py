@@ -188,9 +188,14 @@ def build(
         step(built.file)
         (folder / built.file).write_bytes(built.binary)
         entries.append(built.entry())
+    write_index(folder, arch, entries)
+    return Report(arch, str(folder), entries)
+
+
+def write_index(folder: Path, arch: str, entries: list[dict[str, Any]]) -> None:
+    """Write what a launcher must know of the binaries in a folder."""
     written = {"schema": 1, "qopt": __version__, "arch": arch, "call": CALL, "kernels": entries}
     (folder / INDEX).write_text(json.dumps(written, indent=1) + "\n")
-    return Report(arch, str(folder), entries)
 
 
 def ready() -> None:

@@ -128,6 +128,7 @@ class Settings(_Strict):
     schema_version: int = Field(default=SCHEMA, alias="schema")
     target: str = "onnx-cpu"
     portable: bool = False  # torchscript-cuda: aten ops alone, so that any libtorch loads it
+    architectures: list[Literal["sm_80", "sm_90", "sm_100", "gfx942"]] | None = None  # None: all
     dtype: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
     opset: _AutoOrNumber = "auto"
     logits: Literal["last", "all"] = "last"

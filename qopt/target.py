@@ -23,6 +23,7 @@ class Target:
     runtime: str  # the oldest runtime that loads what is written
     format: str = "onnx"  # onnx | torchscript
     automatic: tuple[torch.dtype, ...] = (torch.float32, torch.float16)  # kept where none is asked
+    otherwise: torch.dtype = torch.float32  # what a type that is not kept becomes
 
 
 TARGETS = {
@@ -45,6 +46,29 @@ TARGETS = {
         25,
         (torch.float32, torch.float16),
         "onnxruntime>=1.32",
+    ),
+    "onnx-cuda": Target(
+        "onnx-cuda",
+        "onnxruntime-gpu, onnxruntime-genai-cuda",
+        "com.microsoft ops of the CUDA provider",
+        True,
+        23,
+        25,
+        (torch.float16, torch.bfloat16),
+        "onnxruntime-gpu>=1.31",
+        automatic=(torch.float16, torch.bfloat16),
+        otherwise=torch.float16,
+    ),
+    "onnx-cuda-triton": Target(
+        "onnx-cuda-triton",
+        "any ONNX runtime; with a library of ai.qopt ops, CUDA",
+        "ai.qopt nodes with functions, Triton binaries beside them",
+        False,
+        21,
+        25,
+        (torch.float32, torch.float16, torch.bfloat16),
+        "onnxruntime>=1.31",
+        automatic=(torch.float32, torch.float16, torch.bfloat16),
     ),
     "torchscript-cpu": Target(
         "torchscript-cpu",
@@ -70,7 +94,6 @@ TARGETS = {
         (torch.float32, torch.float16, torch.bfloat16),
     ),
 }
-LATER = ("onnx-cuda", "onnx-cuda-triton")
 
 DTYPES = {
     "fp32": torch.float32,
@@ -83,7 +106,7 @@ DTYPES = {
 
 
 def find_target(name: str, portable: bool = False) -> Target:
-    """Look a target up; one of later work or an unknown one is refused with the list.
+    """Look a target up; an unknown one is refused with the list.
 
     `portable` leaves out ops that only qopt registers.
     """
@@ -94,8 +117,6 @@ def find_target(name: str, portable: bool = False) -> Target:
     if name in TARGETS:
         return replace(TARGETS[name], contrib=TARGETS[name].contrib and not portable)
     there = ", ".join(TARGETS)
-    if name in LATER:
-        raise UnsupportedError(f"target {name} is not there yet", todo=f"use one of: {there}")
     raise UsageError(f"no target is named {name}", todo=f"use one of: {there}")
 
 
@@ -111,18 +132,18 @@ def choose_dtype(
             able = " or ".join(short_name(d) for d in target.dtypes)
             raise UnsupportedError(
                 f"target {target.name} cannot run {short_name(dtype)}",
-                why="its CPU provider has no kernels for it",
+                why="its hot ops have no kernels for it",
                 todo=f"use --dtype {able}",
             )
         return dtype, None
     if stored in target.automatic:
         return stored, None
-    name = short_name(stored)
+    name, other = short_name(stored), target.otherwise
     if stored in target.dtypes:
-        note = f"the checkpoint is {name}, which moves the logits: it becomes fp32"
-        return torch.float32, f"{note} (--dtype {name} keeps it)"
-    note = f"the checkpoint is {name}, which {target.name} cannot run: it becomes fp32"
-    return torch.float32, note
+        note = f"the checkpoint is {name}, which moves the logits: it becomes {short_name(other)}"
+        return other, f"{note} (--dtype {name} keeps it)"
+    note = f"the checkpoint is {name}, which {target.name} cannot run"
+    return other, f"{note}: it becomes {short_name(other)}"
 
 
 def short_name(dtype: torch.dtype) -> str:

@@ -214,11 +214,6 @@ def test_a_misspelt_option_names_its_line(refused: Refused, model: Path, place: 
     assert "mine.yaml:3" in refused(2, model, "--recipe", "mine.yaml")
 
 
-@pytest.mark.parametrize("target", ["onnx-cuda", "onnx-cuda-triton"])
-def test_a_target_of_later_work(target: str, refused: Refused, model: Path) -> None:
-    assert "use one of: onnx, onnx-cpu" in refused(3, model, "--target", target)
-
-
 @pytest.mark.parametrize(
     ("code", "flags", "words"),
     [

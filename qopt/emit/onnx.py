@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 
 from qopt.canonical import value
-from qopt.emit import onnx_aten, onnx_dialect
+from qopt.emit import onnx_aten, onnx_cuda, onnx_dialect, onnx_kernels
 from qopt.emit.builder import DTYPES, Builder
 from qopt.emit.external_data import DATA, place, write_weights
+from qopt.emit.kernel_binaries import write_binaries
 from qopt.emit.signature import output_shape
 from qopt.emit.written import Written
 from qopt.errors import UnsupportedError, UsageError
@@ -34,10 +35,12 @@ def write_onnx(
     progress: Callable[[int, int], None] | None = None,
     *,
     read_soon: bool = True,
+    architectures: Sequence[str] = (),
 ) -> Written:
     """Lower `graph` and write it into `folder`; `progress` is told bytes done and in all.
 
-    `read_soon`: a check follows, so the weights had better stay in the system's cache. Raises
+    `read_soon`: a check follows, so the weights had better stay in the system's cache.
+    `architectures`: what the Triton kernels of `ai.qopt` nodes are compiled for. Raises
     `UnsupportedError` for an op that cannot be written, and lets an `OSError` pass.
     """
     if graph.find(OPS["static_attention"].target):
@@ -63,6 +66,7 @@ def write_onnx(
         inputs=specs(model.graph.inputs),
         outputs=specs(model.graph.outputs),
         shared_buffer=in_place(graph, builder),
+        batched_chunks=target.name != onnx_cuda.TARGET or not in_place_attentions(builder),
     )
     if any(weight.absent for _, weight in builder.weights.values()):
         written.notes.append("compiled without weights: the graph alone is written")
@@ -74,6 +78,11 @@ def write_onnx(
         written.data_size, written.data_hash = stored.size, stored.sha256
         written.shared = stored.shared
     ir.save(model, folder / "model.onnx")
+    if target.name == onnx_cuda.TARGET:
+        written.notes += onnx_cuda.after_writing(folder / "model.onnx", written.batched_chunks)
+    if target.name == onnx_kernels.TARGET:
+        calls = [n for n in graph.nodes if n in builder.values and onnx_kernels.is_call(n)]
+        written.notes += write_binaries(calls, folder / "kernels", architectures)
     return written
 
 
@@ -97,22 +106,27 @@ def assemble(builder: Builder, opset: int) -> ir.Model:
         outputs,
         nodes=builder.nodes,
         initializers=initializers,
-        opset_imports={"": opset, **({"com.microsoft": 1} if uses_contrib(builder) else {})},
+        opset_imports={"": opset} | dict.fromkeys(own_domains(builder), 1),
         name="qopt",
     )
-    return ir.Model(graph, ir_version=IR_VERSION, producer_name="qopt")
+    functions = onnx_kernels.functions(builder, opset)
+    return ir.Model(graph, ir_version=IR_VERSION, producer_name="qopt", functions=functions)
 
 
-def uses_contrib(builder: Builder) -> bool:
-    """Whether any node is of `com.microsoft`."""
-    return any(node.domain for node in builder.nodes)
+def own_domains(builder: Builder) -> list[str]:
+    """The domains beside the standard one that nodes are of."""
+    return sorted({node.domain for node in builder.nodes if node.domain})
+
+
+def in_place_attentions(builder: Builder) -> int:
+    """How many attentions write their cache into the buffer that they read."""
+    return sum(n.op_type == "GroupQueryAttention" for n in builder.nodes)
 
 
 def in_place(graph: Graph, builder: Builder) -> bool:
     """Whether every layer's attention can write its cache into the buffer that it reads."""
     presents = [name for name in graph.outputs if name.startswith("present.")]
-    writers = sum(node.op_type == "GroupQueryAttention" for node in builder.nodes)
-    return bool(presents) and 2 * writers == len(presents)
+    return bool(presents) and 2 * in_place_attentions(builder) == len(presents)
 
 
 def count_nodes(nodes: list[ir.Node]) -> dict[str, int]:

@@ -45,6 +45,12 @@ def half(node: fx.Node) -> str | None:
     )
 
 
+def three_dimensions(node: fx.Node) -> str | None:
+    """Why a norm with its sum cannot run on operands of this rank."""
+    rank = value(operands(node)[0]).dim()
+    return None if rank in (2, 3) else f"it takes 2 or 3 dimensions, not {rank}"
+
+
 def gamma(b: Builder, weight: Any, x: fx.Node) -> ir.Value:
     """A norm's weight, ones where it has none."""
     dtype = value(x).dtype
@@ -87,9 +93,7 @@ class SkipRMSNorm(Plain):
 
     def refuses(self, context: Context, node: fx.Node) -> str | None:
         """Three dimensions, and one rounding."""
-        if value(operands(node)[0]).dim() not in (2, 3):
-            return f"it takes 2 or 3 dimensions, not {value(operands(node)[0]).dim()}"
-        return None if operands(node)[2] is None else half(node)
+        return three_dimensions(node) or (None if operands(node)[2] is None else half(node))
 
     def emit(self, b: Builder, node: fx.Node) -> list[ir.Value]:
         """One node with two of its four results."""
@@ -113,9 +117,7 @@ class SkipLayerNorm(Plain):
 
     def refuses(self, context: Context, node: fx.Node) -> str | None:
         """Three dimensions, and one rounding."""
-        if value(operands(node)[0]).dim() not in (2, 3):
-            return f"it takes 2 or 3 dimensions, not {value(operands(node)[0]).dim()}"
-        return half(node)
+        return three_dimensions(node) or half(node)
 
     def emit(self, b: Builder, node: fx.Node) -> list[ir.Value]:
         """One node with two of its four results."""
@@ -234,6 +236,8 @@ class GroupQueryAttention:
     """`com.microsoft.GroupQueryAttention`: writes the cache in place, takes the rotation in."""
 
     name = "GroupQueryAttention"
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    of_types = "the CPU provider runs it in fp32 only"
 
     def refuses(self, context: Context, node: fx.Node) -> str | None:
         """What onnxruntime's CPU kernel cannot take (measured with 1.32)."""
@@ -241,8 +245,8 @@ class GroupQueryAttention:
         key_size, value_size = int(value(k).shape[-1]), int(value(v).shape[-1])
         if past_key is None:
             return "it reads another layer's cache"
-        if value(q).dtype != torch.float32:
-            return "the CPU provider runs it in fp32 only"
+        if value(q).dtype not in self.dtypes:
+            return self.of_types
         if key_size != value_size:
             return f"keys have {key_size} elements, values {value_size}"
         if key_size % 8:
@@ -306,7 +310,7 @@ class GroupQueryAttention:
             None,
             None,
             None,
-            query_lengths_32(b, mask, lambda: new_columns(b, node, projected)),
+            self.new_lengths(b, node, mask, projected),
             num_heads=int(value(q).shape[1]),
             kv_num_heads=int(value(k).shape[1]),
             scale=float(options(node)["scale"]),
@@ -318,6 +322,12 @@ class GroupQueryAttention:
         annotate(node, 1, key)
         annotate(node, 2, held)
         return [unflatten_later(b, node, out), key, held]
+
+    def new_lengths(
+        self, b: Builder, node: fx.Node, mask: fx.Node, projected: fx.Node | None
+    ) -> ir.Value | None:
+        """Input 16, with which several rows may each feed several tokens to a filled cache."""
+        return query_lengths_32(b, mask, lambda: new_columns(b, node, projected))
 
 
 def readers(node: fx.Node) -> Iterable[fx.Node]:
@@ -642,6 +652,8 @@ class MoE(StoredExperts):
     """`com.microsoft.MoE`, which runs whole experts side by side, each on one thread."""
 
     name = "MoE"
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    of_types = "it is measured in fp32 only"
     fewest = 16  # experts; with fewer, prompts and batches take longer than in the loop
 
     def refuses(self, context: Context, node: fx.Node) -> str | None:
@@ -651,8 +663,8 @@ class MoE(StoredExperts):
             return reason
         x, ids, weights, up = operands(node)[:4]
         experts, given = int(value(up).shape[0]), options(node)
-        if value(x).dtype != torch.float32:
-            return "it is measured in fp32 only"
+        if value(x).dtype not in self.dtypes:
+            return self.of_types
         if given.get("layout") == "single":
             return "the experts have no gate"
         if given["activation"] not in ("silu", "swish"):
@@ -764,13 +776,8 @@ class ExpertLoop(StoredExperts):
         assert isinstance(x, fx.Node)
         dtype = value(x).dtype
         tokens, chosen, share = b.get(x), b.get(ids), b.get(weights, dtype)
-        stored = [
-            None if n is None else b.graph.weights[str(n.target)] for n in operands(node)[3:7]
-        ]
-        names = [None if n is None else str(n.target) for n in operands(node)[3:7]]
-        assert stored[0] is not None
         out = b.op("Mul", tokens, b.const(0.0, dtype))
-        for expert in range(stored[0].shape[0]):
+        for expert in range(int(value(operands(node)[3]).shape[0])):
             mine = b.op("Equal", chosen, b.const(expert))
             picked = b.op("Where", mine, share, b.const(0.0, dtype))
             weight = b.op("ReduceSum", picked, b.const([1]), keepdims=1)
@@ -780,34 +787,27 @@ class ExpertLoop(StoredExperts):
             rows_of = b.op("Transpose", b.op("NonZero", hit), perm=[1, 0])
             flat = b.op("Squeeze", rows_of, b.const([1]))
             inner = b.op("Gather", tokens, flat, axis=0)
-            inner = expert_linear(b, inner, stored[0], stored[1], names[0], names[1], node, expert)
+            inner = self.linear(b, node, inner, expert, 3)
             inner = expert_gate(b, inner, node, dtype)
-            inner = expert_linear(b, inner, stored[2], stored[3], names[2], names[3], node, expert)
+            inner = self.linear(b, node, inner, expert, 5)
             inner = b.op("Mul", inner, b.op("Gather", weight, flat, axis=0))
             out = b.add_at(out, rows_of, inner, dtype)
         return out
 
+    def linear(self, b: Builder, node: fx.Node, x: ir.Value, expert: int, place: int) -> ir.Value:
+        """The product with an expert's part of the stack that operand `place` is, and its bias."""
+        matrix, bias = operands(node)[place : place + 2]
+        transposed = bool(options(node).get("transposed", False))
+        out = b.op("MatMul", x, expert_part(b, matrix, expert, not transposed))
+        return out if bias is None else b.op("Add", out, expert_part(b, bias, expert, False))
 
-def expert_linear(
-    b: Builder,
-    x: ir.Value,
-    matrix: Any,
-    bias: Any,
-    matrix_name: str | None,
-    bias_name: str | None,
-    node: fx.Node,
-    expert: int,
-) -> ir.Value:
-    """One expert's product, its matrix cut from the stack."""
-    shape = matrix.shape[1:]
-    own = matrix.slice(0, expert, expert + 1).reshape(*shape)
-    if not options(node).get("transposed", False):
-        own = own.transpose()
-    out = b.op("MatMul", x, b.weight(f"{matrix_name}.{expert}", own))
-    if bias is None:
-        return out
-    cut = bias.slice(0, expert, expert + 1).reshape(*bias.shape[1:])
-    return b.op("Add", out, b.weight(f"{bias_name}.{expert}", cut))
+
+def expert_part(b: Builder, stack: fx.Node, expert: int, turned: bool) -> ir.Value:
+    """One expert's matrix or bias as a weight of its own, transposed where it is to be."""
+    name = str(stack.target)
+    held = b.graph.weights[name]
+    own = held.slice(0, expert, expert + 1).reshape(*held.shape[1:])
+    return b.weight(f"{name}.{expert}", own.transpose() if turned else own)
 
 
 def expert_gate(b: Builder, inner: ir.Value, node: fx.Node, dtype: torch.dtype) -> ir.Value:

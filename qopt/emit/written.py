@@ -18,6 +18,7 @@ class Written:
     inputs: Signature
     outputs: Signature
     shared_buffer: bool = False
+    batched_chunks: bool = True  # several new tokens of several rows may meet a filled cache
     opset: int | None = None
     ir_version: int | None = None
     fallbacks: dict[str, int] = field(default_factory=dict)

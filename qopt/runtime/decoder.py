@@ -16,6 +16,7 @@ class Decoder:
     def __init__(self, session: Session, manifest: Manifest, rows: int) -> None:
         """`rows`: sequences in the batch, all of them empty."""
         self._session = session
+        self._batched_chunks = manifest.batched_chunks
         self.cache = Cache(
             session,
             rows,
@@ -32,6 +33,8 @@ class Decoder:
         rows, columns = ids.shape
         if lengths is None:
             lengths = np.full(rows, columns)
+        if not self._batched_chunks:
+            refuse_chunks(lengths, columns, self.cache.mask.shape[1])
         new = (np.arange(columns) < lengths[:, None]).astype(np.int64)
         mask = np.concatenate([self.cache.mask, new], axis=1)
         self.cache.reserve(mask.shape[1])
@@ -48,6 +51,17 @@ class Decoder:
         logits = self._session.step(feeds, self.cache)
         self.cache.mask = mask
         return _kept(logits, lengths, columns, keep).astype(np.float32, copy=False)
+
+
+def refuse_chunks(lengths: Array, columns: int, filled: int) -> None:
+    """Refuse what an attention that knows no row's number of new tokens would answer wrongly."""
+    if filled and len(lengths) > 1 and (columns > 1 or not lengths.all()):
+        raise UnsupportedError(
+            f"{len(lengths)} rows cannot feed {columns} tokens each to a filled cache",
+            why="the artifact's attention takes several rows' tokens from empty caches, and then "
+            "one a row",
+            todo="feed the rows one by one, or compile for another target",
+        )
 
 
 def _kept(logits: Array, lengths: Array, columns: int, keep: int) -> Array:

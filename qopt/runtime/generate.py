@@ -14,7 +14,7 @@ from qopt.errors import UnsupportedError, UsageError
 from qopt.info import ModelInfo
 from qopt.runtime.batch import Batch, Result
 from qopt.runtime.decoder import Decoder
-from qopt.runtime.session import CPU, Array, OnnxSession, Session
+from qopt.runtime.session import CPU, Array, OnnxSession, Session, providers_for, remarks
 from qopt.runtime.settings import Options, Settings, settle
 from qopt.runtime.text import Tokenizer
 
@@ -25,34 +25,53 @@ Callback = Callable[[int, str], None]  # row of the batch, new text
 
 
 def load(
-    folder: str | Path, *, threads: int | None = None, providers: Sequence[str] = (CPU,)
+    folder: str | Path,
+    *,
+    threads: int | None = None,
+    device: str | None = None,
+    providers: Sequence[str] | None = None,
 ) -> Model:
-    """Load the artifact in `folder`; `threads`: default the physical cores, at most 8."""
+    """Load the artifact in `folder`; `threads`: default the physical cores, at most 8.
+
+    `device`: `cpu` or `cuda` for an ONNX artifact, default its target's; `providers` names
+    onnxruntime's own instead.
+    """
     artifact = Artifact.load(folder)
     if not artifact.manifest.weights:
         raise UsageError(
             "the artifact has no weights", where=str(folder), todo="compile without --no-weights"
         )
-    session = open_session(artifact, threads=threads, providers=providers)
+    session = open_session(artifact, threads=threads, device=device, providers=providers)
     return Model(session, artifact.manifest, artifact.folder)
 
 
 def open_session(
-    artifact: Artifact, *, threads: int | None = None, providers: Sequence[str] = (CPU,)
+    artifact: Artifact,
+    *,
+    threads: int | None = None,
+    device: str | None = None,
+    providers: Sequence[str] | None = None,
 ) -> Session:
     """The session that runs an artifact's target."""
-    target = artifact.manifest.target
+    target, dtype = artifact.manifest.target, artifact.manifest.dtype
     if target.startswith("onnx"):
-        return OnnxSession(artifact.folder / "model.onnx", threads=threads, providers=providers)
+        chosen = tuple(providers or providers_for(target, device))
+        return OnnxSession(
+            artifact.folder / "model.onnx",
+            threads=threads,
+            providers=chosen,
+            wide=dtype == "bfloat16" and chosen == (CPU,),
+            told=remarks(target, dtype, chosen),
+        )
     if target.startswith("torchscript"):
         from qopt.runtime.torchscript import TorchSession
 
-        if tuple(providers) != (CPU,):
+        if tuple(providers or (CPU,)) != (CPU,) or device is not None:
             raise UsageError(
-                f"no {', '.join(providers)}",
+                f"no {', '.join(providers or [f'device {device}'])}",
                 where=str(artifact.folder),
                 why=f"{target} runs in torch, which has no execution providers",
-                todo="leave providers out",
+                todo="leave it out",
             )
         return TorchSession(artifact, threads=threads)
     raise UnsupportedError(

@@ -16,6 +16,7 @@ import numpy as np
 
 from qopt.errors import UsageError
 from qopt.runtime.session import Array, Spec, cast, new_session, read_graph
+from qopt.runtime.widened import widen
 
 Calls = Sequence[Mapping[str, Array]]
 
@@ -34,11 +35,21 @@ class PartsSession:
     """Runs sequences of calls on an ONNX file, part by part, in onnxruntime.
 
     `states` names, for each input that carries a state, the output that it is in the next call.
+    `wide`: run what is bf16 in fp32.
     """
 
-    def __init__(self, path: Path, states: Mapping[str, str], threads: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        states: Mapping[str, str],
+        threads: int | None = None,
+        *,
+        wide: bool = False,
+    ) -> None:
         self.path, self.states, self.threads = path, dict(states), threads
         self.model = read_graph(path)
+        if wide:
+            widen(self.model)
         graph = self.model.graph
         self.inputs = {value.name: declared(value) for value in graph.input}
         self.weights = {t.name: t for t in graph.initializer if t.name not in self.inputs}

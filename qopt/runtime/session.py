@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qopt.errors import UnsupportedError, UsageError
+from qopt.runtime.widened import BFLOAT16, TOLD, widen
 
 if TYPE_CHECKING:
     from qopt.runtime.cache import Cache
@@ -29,11 +30,13 @@ Feeds = Mapping[str, Array]
 
 KEEP = "num_logits_to_keep"  # how many of each row's last logits to compute; 0: all columns
 CPU = "CPUExecutionProvider"
+CUDA = "CUDAExecutionProvider"
 MOST_THREADS = 8  # more rarely pays on the memory-bound decode step
 
 _DTYPES = {
     "tensor(float)": "float32",
     "tensor(float16)": "float16",
+    "tensor(bfloat16)": "bfloat16",
     "tensor(double)": "float64",
     "tensor(int64)": "int64",
     "tensor(int32)": "int32",
@@ -123,6 +126,82 @@ def import_onnxruntime() -> Any:
     return onnxruntime
 
 
+def providers_for(target: str, device: str | None = None) -> tuple[str, ...]:
+    """The execution providers that an ONNX artifact of a target runs on.
+
+    `device`: `cpu` or `cuda`; None is the target's own: the GPU for onnx-cuda, and for
+    onnx-cuda-triton where this onnxruntime has it, else the CPU.
+    """
+    if device is None:
+        there = target == "onnx-cuda-triton" and CUDA in cuda_or_cpu()
+        device = "cuda" if target == "onnx-cuda" or there else "cpu"
+    return (CUDA, CPU) if device == "cuda" else (CPU,)
+
+
+def device_at_hand(target: str) -> str | None:
+    """Where to try an artifact out: one for CUDA on the CPU where there is no GPU."""
+    if not target.startswith("onnx-cuda"):
+        return None
+    return "cuda" if CUDA in cuda_or_cpu() else "cpu"
+
+
+def cuda_or_cpu() -> tuple[str, ...]:
+    """CUDA and CPU, or the CPU alone: what this onnxruntime and this machine have."""
+    there = import_onnxruntime().get_available_providers()
+    return (CUDA, CPU) if CUDA in there and Path("/dev/nvidiactl").exists() else (CPU,)
+
+
+def remarks(target: str, dtype: str, providers: Sequence[str]) -> list[str]:
+    """What of an artifact's target is not run on these providers."""
+    told = []
+    if target == "onnx-cuda" and CUDA not in providers:
+        told.append(
+            "the CUDA provider's kernels were not run: the CPU provider's were, which compute in "
+            "fp32 where it has none in fp16"
+        )
+    if target == "onnx-cuda-triton":
+        told.append("no Triton kernel was run: ai.qopt nodes were their functions of standard ops")
+    if dtype == "bfloat16" and CUDA not in providers:
+        told.append(TOLD)
+    return told
+
+
+class OrtTensor:
+    """A value in onnxruntime, on the CPU or on the GPU; numpy has no bf16, onnxruntime has."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def numpy(self) -> Array:
+        """Its values on the host, to be read alone: the memory may be the tensor's own."""
+        if self.value.data_type() != "tensor(bfloat16)":
+            return np.asarray(self.value.numpy())
+        ort = import_onnxruntime()
+        bits = np.empty(self.value.shape(), np.uint16)
+        if bits.size:
+            ort.copy_tensors([self.value], [_of_bits(bits)])
+        return bits.view(ml_dtypes.bfloat16)
+
+
+def ort_tensor(array: Array, device: str) -> OrtTensor:
+    """An array in onnxruntime; on the CPU it shares the array's memory."""
+    ort = import_onnxruntime()
+    if array.dtype != ml_dtypes.bfloat16:
+        return OrtTensor(ort.OrtValue.ortvalue_from_numpy(array, device, 0))
+    held = _of_bits(np.ascontiguousarray(array).view(np.uint16))
+    if device == "cpu":
+        return OrtTensor(held)
+    made = ort.OrtValue.ortvalue_from_shape_and_type(array.shape, BFLOAT16, device, 0)
+    if array.size:
+        ort.copy_tensors([held], [made])
+    return OrtTensor(made)
+
+
+def _of_bits(bits: Array) -> Any:
+    """A bf16 value in the memory of an uint16 array."""
+    return import_onnxruntime().OrtValue.ortvalue_from_numpy_with_onnx_type(bits, BFLOAT16)
+
+
 class OnnxSession:
     """onnxruntime on an ONNX file."""
 
@@ -132,13 +211,20 @@ class OnnxSession:
         *,
         threads: int | None = None,
         providers: Sequence[str] = (CPU,),
+        wide: bool = False,
+        told: Sequence[str] = (),
     ) -> None:
-        """`threads`: default the physical cores, at most 8; `providers`: all must be there."""
+        """`threads`: default the physical cores, at most 8; `providers`: all must be there.
+
+        `wide`: run what is bf16 in fp32; `told`: what is to be said of how it runs.
+        """
         self._ort = import_onnxruntime()
-        model, self._keep = _without_override(path)
+        model, self._keep = _changed(path, wide)
         self._session = new_session(model or str(path), path, threads, providers)
         # onnxruntime drops a provider that fails to start, with no more than a log line
         _refuse_missing(providers, self._session.get_providers(), "the session")
+        self._device = "cuda" if CUDA in providers else "cpu"
+        self._told = list(told)
         self.inputs = {i.name: _spec(i) for i in self._session.get_inputs()}
         self.outputs = {o.name: _spec(o) for o in self._session.get_outputs()}
         self._binding = self._session.io_binding()
@@ -147,8 +233,12 @@ class OnnxSession:
     def run(self, feeds: Feeds) -> dict[str, Array]:
         """All outputs by name; integers of any width and bool are taken where int64 is declared."""
         refuse_other_inputs(feeds, set(self.inputs) - set(self._keep), self._keep)
-        values = self._session.run(None, self._cast(feeds))
-        return dict(zip(self.outputs, values, strict=True))
+        given = self._cast(feeds)
+        if "bfloat16" in {s.dtype for s in (*self.inputs.values(), *self.outputs.values())}:
+            held = {name: ort_tensor(array, "cpu").value for name, array in given.items()}
+            made = self._session.run_with_ort_values(list(self.outputs), held)
+            return {n: OrtTensor(v).numpy() for n, v in zip(self.outputs, made, strict=True)}
+        return dict(zip(self.outputs, self._session.run(None, given), strict=True))
 
     def step(self, feeds: Feeds, cache: Cache) -> Array:
         """Run a decoder on `feeds` and the cache, which it updates; returns the logits."""
@@ -161,33 +251,37 @@ class OnnxSession:
         # is not shared comes out where onnxruntime put it and goes back in as it is, uncopied.
         binding.bind_output("logits")
         for past, present in cache.loose.items():
-            binding.bind_ortvalue_input(past, cache.values[past])
-            binding.bind_output(present)
+            binding.bind_ortvalue_input(past, _value(cache.values[past]))
+            binding.bind_output(present, self._device, 0)
         self._session.run_with_iobinding(binding)
         if cache.loose:
-            logits, *presents = binding.get_outputs()[: 1 + len(cache.loose)]
+            logits, *presents = map(OrtTensor, binding.get_outputs()[: 1 + len(cache.loose)])
             cache.values.update(zip(cache.loose, presents, strict=True))
-            return np.asarray(logits.numpy())
-        return np.asarray(binding.get_outputs_as_ortvaluevector()[0].numpy())
+            return logits.numpy()
+        logits = binding.get_outputs_as_ortvaluevector()[0]
+        if self.outputs["logits"].dtype == "bfloat16":
+            return OrtTensor(self._ort.OrtValue(logits)).numpy()
+        return np.asarray(logits.numpy())
 
-    def tensor(self, array: Array) -> Tensor:
-        """A tensor that shares the array's memory."""
-        value: Tensor = self._ort.OrtValue.ortvalue_from_numpy(array)
-        return value
+    def tensor(self, array: Array) -> OrtTensor:
+        """A tensor where the session computes; on the CPU it shares the array's memory."""
+        return ort_tensor(array, self._device)
 
     def told(self) -> list[str]:
-        """Nothing: onnxruntime has its own say."""
-        return []
+        """What of the artifact's target this session did not run."""
+        return list(self._told)
 
     def _bind_shared(self, cache: Cache) -> None:
         """Bind each shared buffer as past and as present: it stays so until the cache moves it."""
         # outputs come back in the order in which they were first bound: logits, loose, shared
         self._binding = self._session.io_binding()
-        for name in ("logits", *cache.loose.values()):
-            self._binding.bind_output(name)
+        self._binding.bind_output("logits")
+        for name in cache.loose.values():
+            self._binding.bind_output(name, self._device, 0)
         for past, present in cache.shared.items():
-            self._binding.bind_ortvalue_input(past, cache.values[past])
-            self._binding.bind_ortvalue_output(present, cache.values[past])
+            held = _value(cache.values[past])
+            self._binding.bind_ortvalue_input(past, held)
+            self._binding.bind_ortvalue_output(present, held)
         self._bound = (cache, cache.version)
 
     def _cast(self, feeds: Feeds) -> dict[str, Array]:
@@ -195,6 +289,12 @@ class OnnxSession:
             name: cast(name, array, self.inputs[name].dtype)
             for name, array in (self._keep | dict(feeds)).items()
         }
+
+
+def _value(held: Tensor) -> Any:
+    """The onnxruntime value of a tensor that a session of this kind made."""
+    assert isinstance(held, OrtTensor)
+    return held.value
 
 
 def new_session(
@@ -238,9 +338,10 @@ def read_graph(path: Path) -> Any:
         ) from None
 
 
-def _without_override(path: Path) -> tuple[bytes | None, dict[str, Array]]:
+def _changed(path: Path, wide: bool) -> tuple[bytes | None, dict[str, Array]]:
     """The model with `num_logits_to_keep` as a plain input, and the value that it then needs.
 
+    `wide`: what is bf16 is fp32 in it.
     onnxruntime warns of an initializer that is an input too, and of logits with more columns than
     the one declared for onnxruntime-genai's sake. It cannot be told to drop these two alone: a
     session's severity is one for all its messages, and a logger callback is one for the process,
@@ -252,9 +353,11 @@ def _without_override(path: Path) -> tuple[bytes | None, dict[str, Array]]:
 
     model = read_graph(path)
     graph = model.graph
+    if wide:
+        widen(model)
     default = next((t for t in graph.initializer if t.name == KEEP), None)
     if default is None or KEEP not in {i.name for i in graph.input}:
-        return None, {}
+        return (model.SerializeToString() if wide else None), {}
     graph.initializer.remove(default)
     for output in graph.output:
         if output.name == "logits":
@@ -268,7 +371,8 @@ def _refuse_missing(asked: Sequence[str], there: Sequence[str], whose: str) -> N
         raise UsageError(
             f"no {', '.join(missing)}",
             why=f"{whose} offers {', '.join(there)}",
-            todo="install the onnxruntime build for this device, or run on the CPU",
+            todo="pip install 'qopt-compiler[gpu]' where there is an NVIDIA GPU, in place of "
+            "onnxruntime; or run it on the CPU (--device cpu)",
         )
 
 
