@@ -38,7 +38,8 @@ class Case:
     """One call of an op.
 
     `flops` counts multiplications and additions of products of matrices, nothing else; `untouched`
-    the bytes of the arguments that no implementation needs to read. `reduced` is the length of the
+    the bytes of arguments, and of those written to a second time, that no implementation needs to
+    move. `reduced` is the length of the
     longest sum in fp32 and `rounded` of the longest chain of roundings to the type; both widen the
     tolerance.
     """
@@ -255,6 +256,76 @@ def quantized_linear(
     )
 
 
+def int8_linear(dtype: torch.dtype, *, tokens: int, width: int, outputs: int) -> Case:
+    """A product of integers; torch's rate is that of the same numbers in full."""
+
+    def arguments(generator: torch.Generator, device: torch.device) -> Arguments:
+        new = Random(generator, device, dtype)
+        weight = new.integers(-127, 128, outputs, width, dtype=torch.int8)
+        scales = new.normal(outputs, scale=width**-0.5 / 73).abs()  # 73: of the integers
+        return (new.normal(tokens, width), weight, scales), {}
+
+    def widened(x: Tensor, weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        held, factors = ops.as_int8(x)
+        whole = weight.float() * scales.float()[:, None]
+        return (held.float() * factors.float()).to(dtype), whole.to(dtype)
+
+    def fused(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+        held, factors = ops.as_int8(x)
+        # integers up to 127 are exact in any of the types; _int_mm takes no fewer rows
+        few = F.linear(held.to(dtype), weight.to(dtype)) if tokens <= 16 else None
+        total = torch._int_mm(held, weight.t()) if few is None else few
+        return (total.float() * factors.float() * scales.float()).to(dtype)
+
+    return Case(
+        "int8_linear",
+        f"{tokens} x {width} -> {outputs}",
+        arguments,
+        Peer(F.linear, widened),
+        compiled=Peer(fused),
+        flops=2 * tokens * width * outputs,
+        reduced=width,
+        rounded=2,  # peers round operands
+    )
+
+
+def fp8_linear(dtype: torch.dtype, *, tokens: int, width: int, outputs: int, quantize: int) -> Case:
+    """A product by a weight in fp8, of x as it is or in fp8 too (`quantize`)."""
+
+    def arguments(generator: torch.Generator, device: torch.device) -> Arguments:
+        new = Random(generator, device, dtype)
+        weight = new.normal(outputs, width).to(torch.float8_e4m3fn)
+        scales = new.normal(outputs, scale=width**-0.5).abs()
+        return (new.normal(tokens, width), weight, scales), {"quantize": bool(quantize)}
+
+    def rounded(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        if not quantize:
+            return x, torch.ones_like(x[:, :1], dtype=torch.float32)
+        factors = x.float().abs().amax(-1, keepdim=True) / torch.finfo(weight.dtype).max
+        return (x.float() / factors).to(weight.dtype).to(dtype), factors  # exact in 16 bits
+
+    def widened(x: Tensor, weight: Tensor, scales: Tensor, **_: bool) -> tuple[Tensor, Tensor]:
+        held, factors = rounded(x, weight)
+        whole = weight.float() * scales.float()[:, None]
+        return (held.float() * factors).to(dtype), whole.to(dtype)
+
+    def fused(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+        held, factors = rounded(x, weight)
+        total = F.linear(held, weight.to(dtype)).float()
+        return (total * factors * scales.float()).to(dtype)
+
+    return Case(
+        "fp8_linear",
+        f"{tokens} x {width} -> {outputs}{', x too' if quantize else ''}",
+        arguments,
+        Peer(F.linear, widened),
+        compiled=Peer(fused, lambda *args, **_: args),
+        flops=2 * tokens * width * outputs,
+        reduced=width,
+        rounded=2,  # peers round operands
+    )
+
+
 def quantized_embedding(
     dtype: torch.dtype, *, tokens: int, width: int, rows: int, bits: int, group: int = 128
 ) -> Case:
@@ -364,7 +435,65 @@ def static_attention(
         arguments,
         Peer(eager, lambda *args, **_: args),
         flops=4 * heads * size * seen,
-        untouched=2 * kv_heads * size * dtype.itemsize * (room - past),
+        untouched=2 * kv_heads * size * dtype.itemsize * (2 * room - past - tokens),
+        reduced=past + tokens,
+        rounded=2,  # the reference rounds scores and weights
+    )
+
+
+def paged_attention(
+    dtype: torch.dtype,
+    *,
+    batch: int,
+    tokens: int,
+    past: int,
+    block: int,
+    heads: int,
+    kv_heads: int,
+    size: int,
+) -> Case:
+    """New tokens of several sequences of one length over pages that lie in no order."""
+    pages = -(-(past + tokens) // block)
+
+    def arguments(generator: torch.Generator, device: torch.device) -> Arguments:
+        new = Random(generator, device, dtype)
+        q = new.normal(batch, heads, tokens, size)
+        k, v = (new.normal(batch, kv_heads, tokens, size) for _ in range(2))
+        pools = [new.normal(batch * pages, kv_heads, block, size) for _ in range(2)]
+        order = torch.randperm(batch * pages, generator=generator, device=device)
+        table, lengths = order.int().view(batch, pages), torch.full((batch,), past, device=device)
+        return (q, k, v, *pools, table, lengths), {"scale": size**-0.5}
+
+    def eager(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_pool: Tensor,
+        value_pool: Tensor,
+        block_table: Tensor,
+        lengths: Tensor,
+    ) -> Tensor:
+        table = block_table.long()
+        own = lengths[:, None] + torch.arange(tokens, device=q.device)
+        page = table.gather(1, own // block)
+        for x, pool in ((k, key_pool), (v, value_pool)):
+            pool[page, :, own % block] = x.transpose(1, 2)
+        key, value = (pool[table].transpose(1, 2).flatten(2, 3) for pool in (key_pool, value_pool))
+        keep = torch.arange(pages * block, device=q.device) <= own[:, :, None]
+        out = F.scaled_dot_product_attention(
+            q, key, value, keep[:, None], scale=size**-0.5, enable_gqa=heads > kv_heads
+        )
+        return out.transpose(1, 2).contiguous()
+
+    seen = tokens * (tokens + 1) // 2 + tokens * past
+    slots = 2 * batch * pages * block - batch * (past + tokens)
+    return Case(
+        "paged_attention",
+        f"{batch} x {tokens} after {past}, {heads}/{kv_heads} heads of {size}",
+        arguments,
+        Peer(eager, lambda *args, **_: args),
+        flops=4 * batch * heads * size * seen,
+        untouched=2 * kv_heads * size * dtype.itemsize * slots,
         reduced=past + tokens,
         rounded=2,  # the reference rounds scores and weights
     )
@@ -407,6 +536,7 @@ def experts(
     )
 
 
+LLAMA = {"heads": 32, "kv_heads": 8, "size": 128}
 SIZES: list[tuple[Callable[..., Case], list[dict[str, int]]]] = [
     (
         rms_norm,
@@ -439,9 +569,9 @@ SIZES: list[tuple[Callable[..., Case], list[dict[str, int]]]] = [
     (
         rotary_from_positions,
         [
-            {"tokens": 1, "heads": 32, "kv_heads": 8, "size": 128},
+            {"tokens": 1, **LLAMA},
             {"tokens": 512, "heads": 9, "kv_heads": 3, "size": 64},
-            {"tokens": 4096, "heads": 32, "kv_heads": 8, "size": 128},
+            {"tokens": 4096, **LLAMA},
         ],
     ),
     (
@@ -461,6 +591,21 @@ SIZES: list[tuple[Callable[..., Case], list[dict[str, int]]]] = [
         ],
     ),
     (
+        int8_linear,
+        [
+            {"tokens": 1, "width": 4096, "outputs": 14336},
+            {"tokens": 512, "width": 4096, "outputs": 14336},
+        ],
+    ),
+    (
+        fp8_linear,
+        [
+            {"tokens": 1, "width": 4096, "outputs": 14336, "quantize": 0},
+            {"tokens": 512, "width": 4096, "outputs": 14336, "quantize": 0},
+            {"tokens": 512, "width": 4096, "outputs": 14336, "quantize": 1},
+        ],
+    ),
+    (
         quantized_embedding,
         [
             {"tokens": 1, "width": 4096, "rows": 128256, "bits": 4},
@@ -471,17 +616,24 @@ SIZES: list[tuple[Callable[..., Case], list[dict[str, int]]]] = [
         cached_attention,
         [
             {"tokens": 1, "past": 512, "heads": 9, "kv_heads": 3, "size": 64},
-            {"tokens": 1, "past": 4096, "heads": 32, "kv_heads": 8, "size": 128},
+            {"tokens": 1, "past": 4096, **LLAMA},
             {"tokens": 512, "past": 0, "heads": 9, "kv_heads": 3, "size": 64},
-            {"tokens": 4096, "past": 0, "heads": 32, "kv_heads": 8, "size": 128},
+            {"tokens": 4096, "past": 0, **LLAMA},
         ],
     ),
     (
         static_attention,
         [
             {"tokens": 1, "past": 512, "room": 1024, "heads": 9, "kv_heads": 3, "size": 64},
-            {"tokens": 1, "past": 4095, "room": 8192, "heads": 32, "kv_heads": 8, "size": 128},
-            {"tokens": 512, "past": 0, "room": 1024, "heads": 32, "kv_heads": 8, "size": 128},
+            {"tokens": 1, "past": 4095, "room": 8192, **LLAMA},
+            {"tokens": 512, "past": 0, "room": 1024, **LLAMA},
+        ],
+    ),
+    (
+        paged_attention,
+        [
+            {"batch": batch, "tokens": tokens, "past": past, "block": 16, **LLAMA}
+            for batch, tokens, past in ((1, 1, 512), (16, 1, 2047), (1, 512, 0))
         ],
     ),
     (

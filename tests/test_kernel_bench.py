@@ -31,6 +31,7 @@ from qopt.ops import OPS
 CPU = torch.device("cpu")
 SMALL = {
     **{"tokens": 12, "width": 64, "outputs": 48, "rows": 40, "past": 30, "room": 40},
+    **{"batch": 3, "block": 8},
     **{"heads": 4, "kv_heads": 2, "size": 16, "inner": 32, "count": 4, "top": 2, "group": 32},
 }
 RATES = Rates(copy=1e12, matmul=1e14)
@@ -162,6 +163,27 @@ def test_real_sizes_are_lowered_by_name_alone() -> None:
             {"tokens": 3, "past": 0, "heads": 2, "kv_heads": 1, "size": 4},
             (24 + 12 + 12 + 24 + 12 + 12) * 2,
             2 * 2 * 2 * 4 * 6,
+        ),
+        # q, k, v, 5 of 7 slots read and one written in both buffers, a place, a mask; result
+        (
+            kernel_cases.static_attention,
+            {"tokens": 1, "past": 5, "room": 7, "heads": 2, "kv_heads": 1, "size": 4},
+            (8 + 4 + 4 + 2 * 20 + 2 * 4 + 8) * 2 + 8 + 7 * 8,
+            2 * 2 * 2 * 4 * 6,
+        ),
+        # the same of two sequences in pages of 4 slots, a table of 2 x 2 and two lengths
+        (
+            kernel_cases.paged_attention,
+            {"batch": 2, "tokens": 1, "past": 5, "block": 4, "heads": 2, "kv_heads": 1, "size": 4},
+            2 * (8 + 4 + 4 + 2 * 20 + 2 * 4 + 8) * 2 + 4 * 4 + 2 * 8,
+            2 * 2 * 2 * 2 * 4 * 6,
+        ),
+        # x, a byte a weight, scales and result
+        (
+            kernel_cases.int8_linear,
+            {"tokens": 3, "width": 8, "outputs": 5},
+            24 * 2 + 40 + 5 * 2 + 15 * 2,
+            2 * 3 * 8 * 5,
         ),
         # x, ids and shares, two experts of three matrices, result
         (
