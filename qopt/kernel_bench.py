@@ -320,7 +320,9 @@ def measure(
     sets = [_copied(arguments) for _ in range(timer.copies(traffic(arguments, ())))]
     row.seconds["kernel"] = timer.median([_bound(ours, *given) for given in sets])
     for name, peer in _peers(case, compiled):
-        _time_peer(row, name, peer, sets, timer, want, tolerance)
+        off = _time_peer(row, name, peer, arguments, sets, timer, want) / tolerance
+        if off > 4:
+            row.notes.append(f"{name} computes something else: {off:.3g} times what is allowed")
     row.share = max(by_bytes, by_flops) / row.seconds["kernel"]
     row.targets = judged(row, max(by_bytes, by_flops))
     return row
@@ -355,23 +357,22 @@ def _time_peer(
     row: Row,
     name: str,
     peer: Peer,
+    arguments: Arguments,
     sets: Sequence[Arguments],
     timer: Timer,
     want: Sequence[Tensor],
-    tolerance: float,
-) -> None:
-    """Add a peer's time; one that fails or computes something else is told of."""
+) -> float:
+    """Add a peer's time, and return how far off its results are; what fails is told of."""
     try:
-        args, kwargs = _copied(sets[0])
-        got = evaluated(peer.call, (peer.prepare(*args, **kwargs), {}), want)
-        off = difference(got, want) / tolerance
-        if off > 4:
-            row.notes.append(f"{name} computes something else: {off:.3g} times what is allowed")
+        args, kwargs = _copied(arguments)  # of `sets` some are written to
+        off = difference(evaluated(peer.call, (peer.prepare(*args, **kwargs), {}), want), want)
         calls = [_bound(peer.call, peer.prepare(*args, **kwargs), {}) for args, kwargs in sets]
         row.seconds[name] = timer.median(calls)
     except Exception as error:  # whatever a peer raises is its own
         first = str(error).strip().partition("\n")[0]
         row.notes.append(f"{name} failed: {type(error).__name__}: {first}")
+        return 0.0
+    return off
 
 
 def _bound(
