@@ -38,6 +38,7 @@ class FuseNormLinear(Pass):
         "merge-qkv",
         "merge-gate-up",
         "fuse-add-rms-norm",
+        "widen-residual",
         "last-token-logits",
     )
 

@@ -89,6 +89,12 @@ def like_first_twice(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x)
 
 
+def norm_and_sum(x: Tensor, residual: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """A norm like x, and a sum in the wider type of both."""
+    wider = torch.promote_types(x.dtype, residual.dtype)
+    return torch.empty_like(x), torch.empty_like(x, dtype=wider)
+
+
 def heads_behind(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
     """(B, S, H, D of v)."""
     return v.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
@@ -390,14 +396,20 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, cast_first: bool = Tr
 @op(
     "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, bool cast_first=True) "
     "-> (Tensor, Tensor)",
-    like_first_twice,
+    norm_and_sum,
 )
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, cast_first: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm` of `x + residual`; returns the norm and the sum."""
+    """`rms_norm` of `x + residual`; returns the norm, in x's type, and the sum, in the wider type.
+
+    A residual in fp32 keeps what a half-precision x adds to it (`widen-residual`).
+    """
     total = x + residual
-    return rms_norm.reference(total, weight, eps, cast_first), total
+    if cast_first or weight is None:
+        normed = rms_norm.reference(total, None, eps).to(x.dtype)
+        return (normed if weight is None else normed * weight), total
+    return rms_norm.reference(total, weight, eps, False).to(x.dtype), total
 
 
 @op(
@@ -490,8 +502,8 @@ def rotary_from_positions(
 
 
 def linear_behind(x: Tensor, _: Tensor | None, weight: Tensor, *__: Any, **___: Any) -> Tensor:
-    """(..., rows of weight)."""
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
+    """(..., rows of weight), in the type of weight."""
+    return weight.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 @op(
@@ -511,8 +523,10 @@ def rms_norm_linear(
     """`activation(rms_norm(x) @ weight.T + bias)`: x (..., K), weight (N, K), bias (N).
 
     `norm_weight` (K), `eps` and `cast_first` are those of `rms_norm`; activation is None or silu.
+    The norm is rounded to the type of weight, which may be narrower than x's.
     """
-    out = F.linear(rms_norm.reference(x, norm_weight, eps, cast_first), weight, bias)
+    normed = rms_norm.reference(x, norm_weight, eps, cast_first).to(weight.dtype)
+    out = F.linear(normed, weight, bias)
     return out if activation is None else ACTIVATIONS[activation](out)
 
 

@@ -25,7 +25,7 @@ from qopt.emit.onnx_dialect import (
     SkipRMSNorm,
     StandardRMSNorm,
     StandardRotary,
-    three_dimensions,
+    unfit_terms,
 )
 from qopt.lower import Context, implements
 
@@ -61,16 +61,16 @@ class CudaSkipRMSNorm(SkipRMSNorm):
     """`SkipSimplifiedLayerNormalization`, which rounds once where the model may round twice."""
 
     def refuses(self, context: Context, node: fx.Node) -> str | None:
-        """Two or three dimensions."""
-        return three_dimensions(node)
+        """Two or three dimensions, and one type."""
+        return unfit_terms(node)
 
 
 class CudaSkipLayerNorm(SkipLayerNorm):
     """`SkipLayerNormalization`, which rounds once where the model may round twice."""
 
     def refuses(self, context: Context, node: fx.Node) -> str | None:
-        """Two or three dimensions."""
-        return three_dimensions(node)
+        """Two or three dimensions, and one type."""
+        return unfit_terms(node)
 
 
 class CudaGroupQueryAttention(GroupQueryAttention):

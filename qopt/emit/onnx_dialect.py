@@ -45,9 +45,12 @@ def half(node: fx.Node) -> str | None:
     )
 
 
-def three_dimensions(node: fx.Node) -> str | None:
-    """Why a norm with its sum cannot run on operands of this rank."""
-    rank = value(operands(node)[0]).dim()
+def unfit_terms(node: fx.Node) -> str | None:
+    """Why a norm with its sum cannot run on terms of this rank or these types."""
+    x, residual = (value(term) for term in operands(node)[:2])
+    if x.dtype != residual.dtype:
+        return "the terms of its sum differ in type"
+    rank = x.dim()
     return None if rank in (2, 3) else f"it takes 2 or 3 dimensions, not {rank}"
 
 
@@ -93,7 +96,7 @@ class SkipRMSNorm(Plain):
 
     def refuses(self, context: Context, node: fx.Node) -> str | None:
         """Three dimensions, and one rounding."""
-        return three_dimensions(node) or (None if operands(node)[2] is None else half(node))
+        return unfit_terms(node) or (None if operands(node)[2] is None else half(node))
 
     def emit(self, b: Builder, node: fx.Node) -> list[ir.Value]:
         """One node with two of its four results."""
@@ -117,7 +120,7 @@ class SkipLayerNorm(Plain):
 
     def refuses(self, context: Context, node: fx.Node) -> str | None:
         """Three dimensions, and one rounding."""
-        return three_dimensions(node) or half(node)
+        return unfit_terms(node) or half(node)
 
     def emit(self, b: Builder, node: fx.Node) -> list[ir.Value]:
         """One node with two of its four results."""
