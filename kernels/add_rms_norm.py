@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qopt import ops
-from qopt.kernel import Form, forms_of, kernel, launch, rows, unfit
+from qopt.kernel import FLOATS, HALVES, Form, forms_of, kernel, launch, rows, unfit, unlike
 
 TILES = {
     1024: {"BLOCK": 1024, "WHOLE": True, "num_warps": 4, "num_stages": 1},
@@ -75,8 +75,12 @@ def tile(width: int) -> dict[str, Any]:
 def forms(arch: str) -> Iterator[Form]:
     """Every form that the launcher asks for; all architectures take the same."""
     aligned = ("x_stride", "residual_stride", "width", "weight_width")
+    stream = dict.fromkeys(("residual_ptr", "total_ptr"), "fp32")
     for options in (*TILES.values(), LOOP):
-        yield from forms_of(_add_rms_norm_kernel, {}, options, grid="(rows, 1, 1)", aligned=aligned)
+        for types, dtypes in (({}, FLOATS), (stream, HALVES)):
+            yield from forms_of(
+                _add_rms_norm_kernel, types, options, dtypes, grid="(rows, 1, 1)", aligned=aligned
+            )
 
 
 def refuses(
@@ -84,11 +88,11 @@ def refuses(
 ) -> str | None:
     """Rows of any width and stride; x and residual of one shape, all of one type.
 
-    Types: float32, float16, bfloat16.
+    Types: float32, float16, bfloat16; the residual of a half-precision x may be float32.
     """
     if x.shape != residual.shape:
         return "x and residual differ in shape"
-    return unfit(same=[x, residual, weight])
+    return unfit(residual, same=[x, weight]) or unlike(residual, x)
 
 
 @kernel(ops.add_rms_norm, "triton", refuses=refuses, forms=forms)
@@ -98,7 +102,7 @@ def add_rms_norm(
     """`qopt::add_rms_norm`; the sum is rounded before it is normed, as the reference does."""
     flat, other = rows(x), rows(residual)
     y = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
-    total = torch.empty_like(y)
+    total = torch.empty_like(y, dtype=residual.dtype)
     if x.numel():
         launch(
             _add_rms_norm_kernel,

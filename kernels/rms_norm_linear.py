@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qopt import ops
-from qopt.kernel import FLOATS, Form, architecture, forms_of, kernel, launch, rows, unfit
+from qopt.kernel import FLOATS, Form, architecture, forms_of, kernel, launch, rows, unfit, unlike
 
 FEW = 16  # rows up to which a product is bound by reading its weight
 
@@ -92,16 +93,16 @@ def tile(rows: int, dtype: torch.dtype, arch: str) -> dict[str, Any]:
 def forms(arch: str) -> Iterator[Form]:
     """Every form that the launcher asks for."""
     for dtype in FLOATS:
-        for count in (1, FEW + 1):
-            for silu in (False, True):
-                yield from forms_of(
-                    _rms_norm_linear_kernel,
-                    {},
-                    tile(count, dtype, arch) | {"SILU": silu},
-                    [dtype],
-                    grid="(ceil(rows / BLOCK_M) * ceil(outputs / BLOCK_N), 1, 1)",
-                    aligned=("x_stride", "weight_stride", "outputs", "width", "norm_width"),
-                )
+        streams = [{}] if dtype == torch.float32 else [{}, {"x_ptr": "fp32"}]
+        for count, silu, types in product((1, FEW + 1), (False, True), streams):
+            yield from forms_of(
+                _rms_norm_linear_kernel,
+                types,
+                tile(count, dtype, arch) | {"SILU": silu},
+                [dtype],
+                grid="(ceil(rows / BLOCK_M) * ceil(outputs / BLOCK_N), 1, 1)",
+                aligned=("x_stride", "weight_stride", "outputs", "width", "norm_width"),
+            )
 
 
 def refuses(
@@ -115,7 +116,8 @@ def refuses(
 ) -> str | None:
     """Any number and width of rows; all tensors of one type, no activation or silu.
 
-    Types: float32, float16, bfloat16. fp32 is multiplied in full precision, without TF32.
+    Types: float32, float16, bfloat16; x may be float32 beside narrower weights. fp32 is multiplied
+    in full precision, without TF32.
     """
     if activation not in (None, "silu"):
         return f"activation {activation} is neither None nor silu"
@@ -123,7 +125,7 @@ def refuses(
         return "x and weight differ in width"
     if triton.cdiv(x.numel(), 16 * max(1, x.shape[-1])) * triton.cdiv(weight.shape[0], 32) >= 2**31:
         return "more than 2 ** 31 tiles"
-    return unfit(same=[x, norm_weight, weight, bias])
+    return unfit(x, same=[weight, norm_weight, bias]) or unlike(x, weight)
 
 
 @kernel(ops.rms_norm_linear, "triton", refuses=refuses, forms=forms)
@@ -140,17 +142,17 @@ def rms_norm_linear(
     flat, matrix = rows(x), rows(weight)
     count, width = flat.shape
     outputs = matrix.shape[0]
-    y = torch.empty(count, outputs, dtype=x.dtype, device=x.device)
-    options = tile(count, x.dtype, architecture(x.device))
+    y = torch.empty(count, outputs, dtype=weight.dtype, device=x.device)
+    options = tile(count, weight.dtype, architecture(x.device))
     tiles = triton.cdiv(count, options["BLOCK_M"]) * triton.cdiv(outputs, options["BLOCK_N"])
     if tiles:
         launch(
             _rms_norm_linear_kernel,
             (tiles,),
             flat,
-            flat if norm_weight is None else norm_weight.contiguous(),
+            matrix if norm_weight is None else norm_weight.contiguous(),
             matrix,
-            flat if bias is None else bias.contiguous(),
+            matrix if bias is None else bias.contiguous(),
             y,
             flat.stride(0),
             matrix.stride(0),

@@ -24,10 +24,14 @@ from qopt.lower import Choice
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")  # what kernels are compiled for and sized by
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
 TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.int8: "i8",
     torch.uint8: "u8",
     torch.int32: "i32",
     torch.int64: "i64",
@@ -233,6 +237,14 @@ def unfit(*tensors: Tensor | None, same: Sequence[Tensor | None] = ()) -> str | 
     if same and given[0].dtype not in FLOATS:
         return f"{dtypes[0]} is none of float32, float16, bfloat16"
     return None
+
+
+def unlike(wide: Tensor, x: Tensor) -> str | None:
+    """Why a tensor is neither of the type of x nor of fp32, as a residual stream may be."""
+    if wide.dtype in (x.dtype, torch.float32):
+        return None
+    told = [str(t.dtype).removeprefix("torch.") for t in (wide, x)]
+    return f"element types differ: {told[0]} is neither {told[1]} nor float32"
 
 
 def architecture(device: torch.device) -> str:

@@ -406,10 +406,17 @@ def add_rms_norm(
     A residual in fp32 keeps what a half-precision x adds to it (`widen-residual`).
     """
     total = x + residual
+    return normed_as(x.dtype, total, weight, eps, cast_first), total
+
+
+def normed_as(
+    dtype: torch.dtype, x: Tensor, weight: Tensor | None, eps: float, cast_first: bool
+) -> Tensor:
+    """`rms_norm` of x, which may be wider, in another type: that is what `cast_first` rounds to."""
     if cast_first or weight is None:
-        normed = rms_norm.reference(total, None, eps).to(x.dtype)
-        return (normed if weight is None else normed * weight), total
-    return rms_norm.reference(total, weight, eps, False).to(x.dtype), total
+        normed = rms_norm.reference(x, None, eps).to(dtype)
+        return normed if weight is None else normed * weight
+    return rms_norm.reference(x, weight, eps, False).to(dtype)
 
 
 @op(
@@ -525,7 +532,7 @@ def rms_norm_linear(
     `norm_weight` (K), `eps` and `cast_first` are those of `rms_norm`; activation is None or silu.
     The norm is rounded to the type of weight, which may be narrower than x's.
     """
-    normed = rms_norm.reference(x, norm_weight, eps, cast_first).to(weight.dtype)
+    normed = normed_as(weight.dtype, x, norm_weight, eps, cast_first)
     out = F.linear(normed, weight, bias)
     return out if activation is None else ACTIVATIONS[activation](out)
 

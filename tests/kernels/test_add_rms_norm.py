@@ -30,6 +30,23 @@ def test_the_norm_is_of_the_rounded_sum(interpreter: Any) -> None:
     assert (normed != want).float().mean() < 0.002
 
 
+@pytest.mark.parametrize("shape", [SHAPES[1], *SHAPES[3:5]], ids=str)
+def test_a_residual_stream_in_fp32(
+    interpreter: Any, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    """The sum is not rounded, the norm is."""
+    torch.manual_seed(0)
+    x, residual = torch.randn(shape).to(dtype), torch.randn(shape) * 100
+    weight = torch.randn(shape[-1]).to(dtype)
+    for cast_first in (True, False):
+        for w in (weight, None):
+            given = (x, residual, w, 1e-6, cast_first)
+            interpreter.agrees("add_rms_norm", *given, reduced=shape[-1])
+    (normed, total), _ = interpreter.run("add_rms_norm", x, residual, None, 1e-6)
+    assert (normed.dtype, total.dtype) == (dtype, torch.float32)
+    assert torch.equal(total, x.float() + residual)
+
+
 def test_strides(interpreter: Any) -> None:
     """H02: slices of a wider tensor, and a row that all share."""
     wide = torch.randn(6, 80)
@@ -41,3 +58,4 @@ def test_refuses(interpreter: Any) -> None:
     x = torch.randn(2, 8)
     assert "differ in shape" in interpreter.refusal("add_rms_norm", x, x[:1], None, 1e-6)
     assert "types differ" in interpreter.refusal("add_rms_norm", x, x.half(), None, 1e-6)
+    assert "types differ" in interpreter.refusal("add_rms_norm", x.half(), x.bfloat16(), None, 1e-6)

@@ -32,6 +32,20 @@ def test_the_reference(interpreter: Any, dtype: torch.dtype, size: tuple[int, in
         interpreter.agrees("rms_norm_linear", *args, launches=launches, reduced=max(256, width))
 
 
+@pytest.mark.parametrize("size", [SIZES[1], *SIZES[3:5]], ids=str)
+def test_a_residual_stream_in_fp32(
+    interpreter: Any, dtype: torch.dtype, size: tuple[int, int, int]
+) -> None:
+    """Rows in fp32 beside weights of any type; the result has the weights'."""
+    torch.manual_seed(0)
+    count, width, outputs = size
+    x, weight = torch.randn(count, width) * 50, torch.randn(outputs, width) / width**0.5
+    norm, weight = torch.randn(width).to(dtype), weight.to(dtype)
+    for args in ((x, norm, weight, None, 1e-6), (x, None, weight, None, 1e-6, False, "silu")):
+        (got,) = interpreter.agrees("rms_norm_linear", *args, reduced=max(256, width))
+        assert got.dtype == dtype
+
+
 def test_strides_and_ranks(interpreter: Any) -> None:
     """H02: x of three dimensions with rows of its own stride; weights sliced and transposed."""
     x, weight = torch.randn(2, 3, 50)[..., 1:42], torch.randn(60, 20)
@@ -60,5 +74,7 @@ def test_refuses(interpreter: Any) -> None:
     x, weight = torch.randn(2, 8), torch.randn(5, 8)
     told = interpreter.refusal("rms_norm_linear", x, None, weight, None, 1e-6, True, "gelu")
     assert "neither None nor silu" in told
-    told = interpreter.refusal("rms_norm_linear", x, None, weight.half(), None, 1e-6)
+    told = interpreter.refusal("rms_norm_linear", x, None, weight.half(), weight[0], 1e-6)
+    assert "types differ" in told
+    told = interpreter.refusal("rms_norm_linear", x.half(), None, weight, None, 1e-6)
     assert "types differ" in told
