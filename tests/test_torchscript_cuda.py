@@ -95,11 +95,15 @@ def test_families_are_exact_with_the_kernels(
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_half_precision(dtype: str, tiny: Tiny, tmp_path: Path) -> None:
-    result = compiled(tiny("llama")[0], tmp_path / "out", dtype=dtype)
+@pytest.mark.parametrize("recipe", ["baseline", RECIPE])
+def test_half_precision(dtype: str, recipe: str, tiny: Tiny, tmp_path: Path) -> None:
+    result = compiled(tiny("llama")[0], tmp_path / "out", recipe, dtype=dtype)
     manifest = read_manifest(tmp_path / "out")
     assert manifest.dtype == {"fp16": "float16", "bf16": "bfloat16"}[dtype]
-    assert launches(result)["rms_norm triton"] > 0
+    norm = "rms_norm triton" if recipe == "baseline" else "rms_norm_linear triton"
+    assert launches(result)[norm] > 0
+    widened = {row.name: row.rewrites for row in result.report.passes}["widen-residual"]
+    assert widened == (4 if dtype == "bf16" else 0)
 
 
 def test_without_a_gpu_it_compiles_and_says_what_was_not_checked(
