@@ -459,10 +459,11 @@ def write(result: KernelBench, folder: Path) -> list[str]:
                 widths.append(100 * row.share * row.seconds["kernel"] / row.seconds[name])
         axes.barh(places, widths, height, label="qopt" if name == "kernel" else name)
     axes.set_yticks(range(len(rows)), [f"{row.op}\n{row.case}" for row in rows], fontsize=7)
+    axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.axvline(100, color="black", linewidth=0.8)
     axes.set_xlabel("% of the measured copy bandwidth or matmul rate")
     axes.set_title(f"{result.device}, {rows[0].dtype}")
-    axes.legend(loc="lower right", fontsize=7)
+    axes.legend(loc="upper right", fontsize=7)
     for file in PLOTS:
         figure.savefig(folder / file, metadata={"Date": None} if file.endswith("svg") else None)
     return []
