@@ -39,6 +39,7 @@ class FuseNormLinear(Pass):
         "merge-gate-up",
         "fuse-add-rms-norm",
         "widen-residual",
+        "fuse-linear-silu",
         "last-token-logits",
     )
 

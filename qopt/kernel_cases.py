@@ -216,6 +216,29 @@ def rms_norm_linear(dtype: torch.dtype, *, tokens: int, width: int, outputs: int
     )
 
 
+def linear_silu(dtype: torch.dtype, *, tokens: int, width: int, outputs: int) -> Case:
+    """Gate and up of an MLP in one product, and the gate behind it."""
+
+    def arguments(generator: torch.Generator, device: torch.device) -> Arguments:
+        new = Random(generator, device, dtype)
+        weight = new.normal(2 * outputs, width, scale=width**-0.5)
+        return (new.normal(tokens, width), weight, None, True), {}
+
+    def eager(x: Tensor, weight: Tensor, bias: None, gated: bool) -> Tensor:
+        gate, up = F.linear(x, weight).chunk(2, -1)
+        return F.silu(gate) * up
+
+    return Case(
+        "linear_silu",
+        f"{tokens} x {width} -> 2 x {outputs}",
+        arguments,
+        Peer(eager),
+        flops=4 * tokens * width * outputs,
+        reduced=width,
+        rounded=3,
+    )
+
+
 def packed_weight(new: Random, outputs: int, width: int, bits: int, group: int) -> list[Tensor]:
     """A quantized weight and its scales, such that its values are about `width**-0.5`."""
     packed = new.integers(0, 256, outputs, -(-width // group), group * bits // 8, dtype=torch.uint8)
@@ -580,6 +603,14 @@ SIZES: list[tuple[Callable[..., Case], list[dict[str, int]]]] = [
             {"tokens": 1, "width": 4096, "outputs": 6144},
             {"tokens": 512, "width": 2048, "outputs": 3072},
             {"tokens": 4096, "width": 4096, "outputs": 6144},
+        ],
+    ),
+    (
+        linear_silu,
+        [
+            {"tokens": 1, "width": 4096, "outputs": 14336},
+            {"tokens": 512, "width": 576, "outputs": 1536},
+            {"tokens": 4096, "width": 4096, "outputs": 14336},
         ],
     ),
     (

@@ -537,6 +537,27 @@ def rms_norm_linear(
     return out if activation is None else ACTIVATIONS[activation](out)
 
 
+@op(
+    "linear_silu(Tensor x, Tensor weight, Tensor? bias=None, bool gated=False) -> Tensor",
+    lambda x, weight, bias=None, gated=False: x.new_empty(
+        *x.shape[:-1], weight.shape[0] // (2 if gated else 1)
+    ),
+)
+def linear_silu(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, gated: bool = False
+) -> Tensor:
+    """`silu(x @ weight.T + bias)`: x (..., K), weight (N, K), bias (N), result (..., N).
+
+    `gated`: the first N / 2 rows of weight give the gate, the others up; the result is
+    `silu(gate) * up`, (..., N / 2). Shazeer 2020.
+    """
+    out = F.linear(x, weight, bias)
+    if not gated:
+        return F.silu(out)
+    gate, up = out.chunk(2, -1)
+    return F.silu(gate) * up
+
+
 def dequantize(
     packed: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int, width: int
 ) -> Tensor:

@@ -339,6 +339,10 @@ ARGUMENTS: dict[str, Any] = {
         [torch.randn(2, 3, 8).half(), torch.randn(8).half(), torch.randn(5, 8).half(), None, 1e-6],
         {"activation": "silu"},
     ),
+    "linear_silu": lambda: (
+        [torch.randn(2, 3, 8).half(), torch.randn(6, 8).half(), torch.randn(6).half(), True],
+        {},
+    ),
     "quantized_embedding": lambda: (
         [torch.randint(9, (2, 3)), *quantized(9, 40, 4, 16)],
         {"bits": 4, "width": 40},

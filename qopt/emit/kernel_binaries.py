@@ -73,14 +73,15 @@ def fits(form: Form, dtype: str, fixed: tuple[tuple[str, frozenset[Any]], ...]) 
 
 
 def element_type(node: fx.Node) -> str:
-    """The type of a call's first floating tensor, as Triton writes it."""
+    """The narrowest floating type of a call's tensors, as Triton writes it: others may be fp32."""
     held = (value(n).dtype for n in node.all_input_nodes)
-    return kernel.TYPES[next(dtype for dtype in held if dtype.is_floating_point)]
+    floats = (dtype for dtype in held if dtype.is_floating_point)
+    return kernel.TYPES[min(floats, key=lambda dtype: dtype.itemsize)]
 
 
 def constants(op: str, node: fx.Node) -> tuple[tuple[str, frozenset[Any]], ...]:
     """The values that a call can give to a kernel's constants, for those that follow from it."""
-    given = _CONSTANTS[op](node)
+    given = _CONSTANTS[op](node) if op in _CONSTANTS else {}  # every form, for one not told here
     return tuple((name, frozenset(values)) for name, values in given.items())
 
 
@@ -121,6 +122,7 @@ _CONSTANTS: dict[str, Any] = {
     ),
     "gated": lambda node: {"ACTIVATION": {_given(node, 2, "activation", "silu")}},
     "rms_norm_linear": lambda node: {"SILU": {_given(node, 6, "activation", None) == "silu"}},
+    "linear_silu": lambda node: {"GATED": {bool(_given(node, 3, "gated", False))}},
     "experts": lambda node: {"TRANSPOSED": {bool(options(node).get("transposed", False))}},
     "quantized_embedding": lambda node: {"BITS": {options(node)["bits"]}},
     "quantized_linear": lambda node: {"BITS": {options(node)["bits"]}},

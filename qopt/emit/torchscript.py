@@ -98,6 +98,7 @@ KERNEL_OPS = (
     "softmax",
     "rotary_from_positions",
     "rms_norm_linear",
+    "linear_silu",
     "experts",
     "quantized_embedding",
     "quantized_linear",

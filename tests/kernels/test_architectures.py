@@ -37,6 +37,7 @@ for dtype in (torch.float32, torch.float16):
     for rows in (3, 70):
         calls += [
             ("rms_norm_linear", (some(rows, 97), some(97), some(33, 97) / 8, None, 1e-6), {}),
+            ("linear_silu", (some(rows, 97), some(34, 97) / 8, some(34), True), {}),
             ("quantized_linear", (some(rows, 96), byte(33, 3, 16), some(33, 3) / 99), {"bits": 4}),
             ("quantized_linear", (some(rows, 96), byte(33, 2, 64), some(33, 2) / 999), {"bits": 8}),
             ("experts", (some(rows, 16), torch.randint(2, (rows, 2)), torch.rand(rows, 2),

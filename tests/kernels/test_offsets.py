@@ -35,6 +35,7 @@ calls = {
     "gated": lambda: ((far(half(2, 40), 0), half(2, 40)), {}),
     "softmax": lambda: ((far(half(2, 40), 0),), {}),
     "rms_norm_linear": lambda: ((half(2, 40), None, far(half(2, 40), 0), None, 1e-6), {}),
+    "linear_silu": lambda: ((half(2, 40), far(half(2, 40), 0), None, True), {}),
     "rotary_from_positions": lambda: (
         (far(half(1, 2, 3, 8), 1), half(1, 1, 3, 8), torch.arange(3)[None], torch.rand(4)), {}
     ),

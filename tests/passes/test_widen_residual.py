@@ -59,7 +59,7 @@ def test_other_types_are_left(captured: Any, run: Any, body: Any) -> None:
         before = body(graph)
         assert WidenResidual().run(graph) == 0
         assert body(graph) == before
-    assert WidenResidual(fp16=True).run(graph) == 4  # type: ignore[call-arg]
+    assert WidenResidual(fp16=True).run(graph) == 4
 
 
 def test_a_sum_of_two_branches_is_left(captured: Any, run: Any) -> None:
