@@ -11,8 +11,17 @@ import triton.language as tl
 from torch import Tensor
 
 from qopt import ops
-from qopt.kernel import FLOATS, Form, architecture, forms_of, kernel, launch
-from qopt.kernels import prefill_attention as prefill
+from qopt.kernel import FLOATS, Form, architecture, forms_of, kernel, launch, unfit
+from qopt.kernels.attention_cache import (
+    HALVES,
+    POINTERS,
+    SIZES,
+    Cache,
+    side_by_side,
+    unfit_heads,
+)
+from qopt.kernels.attention_core import attend_slots, filled, reach
+from qopt.kernels.prefill_attention import joined, seen
 
 ROWS = 16  # query rows (heads of a group times new tokens) of a program: what a dot needs
 MAX_NEW = 8  # new tokens; from there on prefill reads the cache less often
@@ -25,6 +34,11 @@ def _decode_attention_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
+    key_scale_ptr: tl.tensor,
+    value_scale_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    length_ptr: tl.tensor,
+    count_ptr: tl.tensor,
     keep_ptr: tl.tensor,
     first_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
@@ -40,18 +54,28 @@ def _decode_attention_kernel(
     v_batch_stride: tl.int64,
     v_head_stride: tl.int64,
     v_token_stride: tl.int64,
+    key_scale_batch_stride: tl.int64,
+    key_scale_head_stride: tl.int64,
+    key_scale_token_stride: tl.int64,
+    value_scale_batch_stride: tl.int64,
+    value_scale_head_stride: tl.int64,
+    value_scale_token_stride: tl.int64,
     kv_heads: tl.int32,
     group: tl.int32,
     new: tl.int32,
-    total: tl.int32,
+    past: tl.int32,
+    slots: tl.int32,
+    block: tl.int32,
     split: tl.int32,
     size: tl.int32,
     value_size: tl.int32,
     causal: tl.int32,
+    window: tl.int32,
     sinks: tl.int32,
     scale: tl.float32,
     softcap: tl.float32,
     CAPPED: tl.constexpr,
+    PAGED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -64,49 +88,59 @@ def _decode_attention_kernel(
     head = kv_head * group + row // new
     token = row % new
     d = tl.arange(0, BLOCK_D)
-    n = tl.arange(0, BLOCK_N)
-    k_ptr += batch * k_batch_stride + kv_head * k_head_stride
-    v_ptr += batch * v_batch_stride + kv_head * v_head_stride
-    keep_ptr += batch * total
+    past, count = filled(length_ptr, count_ptr, batch, past, new, PAGED)
+    total = tl.minimum(past + count, slots)
     q_ptrs = q_ptr + batch * q_batch_stride + head * q_head_stride + token * q_token_stride
     q_ptrs = q_ptrs[:, None] + d[None, :]
     q = tl.load(q_ptrs, mask=live[:, None] & (d[None, :] < size), other=0.0)
     if WIDE:
         q = q.to(tl.float32)
-    first = tl.load(first_ptr + batch * new + token, mask=live, other=total)
-    last = tl.where(causal != 0, total - new + token, total - 1)
+    first, last = reach(
+        first_ptr + batch * new, token, live, past, count, total, causal, window, PAGED
+    )
     begin = tl.program_id(1) * split
     low = tl.maximum(begin, tl.min(first, axis=0) // BLOCK_N * BLOCK_N)
     high = tl.minimum(begin + split, total)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    mass = tl.zeros((ROWS,), tl.float32)
-    y = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    for start in range(low, high, BLOCK_N):
-        slot = start + n
-        inside = slot < high
-        k_ptrs = k_ptr + slot.to(tl.int64)[None, :] * k_token_stride + d[:, None]
-        k = tl.load(k_ptrs, mask=inside[None, :] & (d[:, None] < size), other=0.0)
-        if WIDE:
-            k = k.to(tl.float32)
-        scores = tl.dot(q, k, input_precision="ieee") * scale
-        if CAPPED:
-            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
-        real = tl.load(keep_ptr + slot, mask=inside, other=0)
-        seen = (real[None, :] != 0) & (slot[None, :] >= first[:, None])
-        seen = seen & (slot[None, :] <= last[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, axis=1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - -inf would be NaN
-        powers = tl.exp(scores - base[:, None])
-        shrink = tl.exp(top - base)
-        mass = mass * shrink + tl.sum(powers, axis=1)
-        v_ptrs = v_ptr + slot.to(tl.int64)[:, None] * v_token_stride + d[None, :]
-        v = tl.load(v_ptrs, mask=inside[:, None] & (d[None, :] < value_size), other=0.0)
-        powers = powers.to(v.dtype)
-        if WIDE:
-            powers, v = powers.to(tl.float32), v.to(tl.float32)
-        y = tl.dot(powers, v, y * shrink[:, None], input_precision="ieee")
-        top = higher
+    top, mass, y = attend_slots(
+        q,
+        k_ptr,
+        v_ptr,
+        key_scale_ptr,
+        value_scale_ptr,
+        table_ptr,
+        keep_ptr,
+        batch,
+        kv_head,
+        k_batch_stride,
+        k_head_stride,
+        k_token_stride,
+        v_batch_stride,
+        v_head_stride,
+        v_token_stride,
+        key_scale_batch_stride,
+        key_scale_head_stride,
+        key_scale_token_stride,
+        value_scale_batch_stride,
+        value_scale_head_stride,
+        value_scale_token_stride,
+        first,
+        last,
+        low,
+        high,
+        slots,
+        block,
+        size,
+        value_size,
+        scale,
+        softcap,
+        q_ptr.dtype.element_ty,
+        CAPPED,
+        PAGED,
+        ROWS,
+        BLOCK_N,
+        BLOCK_D,
+        WIDE,
+    )
     place = (batch * new + token) * (kv_heads * group) + head
     keep = live[:, None] & (d[None, :] < value_size)
     if tl.num_programs(1) == 1:
@@ -115,7 +149,7 @@ def _decode_attention_kernel(
         y = y / tl.where(mass == 0.0, 1.0, mass)[:, None]
         y_ptrs = y_ptr + place[:, None] * value_size + d[None, :]
         tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=keep)
-    else:
+    elif begin < total:  # the combine step reads no split behind the last token
         place = place * tl.num_programs(1) + tl.program_id(1)
         tl.store(part_ptr + place[:, None] * value_size + d[None, :], y, mask=keep)
         tl.store(stats_ptr + 2 * place, top, mask=live)
@@ -126,22 +160,29 @@ def _decode_attention_kernel(
 def _combine_kernel(
     part_ptr: tl.tensor,
     stats_ptr: tl.tensor,
+    length_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
     y_ptr: tl.tensor,
     heads: tl.int32,
+    new: tl.int32,
+    past: tl.int32,
     splits: tl.int32,
+    split: tl.int32,
     value_size: tl.int32,
     sinks: tl.int32,
+    PAGED: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
     place = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
+    past, _ = filled(length_ptr, length_ptr, place // heads // new, past, new, PAGED)
+    used = tl.minimum(tl.cdiv(past + new, split), splits)
     top = tl.full((), float("-inf"), tl.float32)
     if sinks != 0:
         top = tl.load(sinks_ptr + place % heads)
     mass = tl.where(top == float("-inf"), 0.0, 1.0)
     y = tl.zeros((BLOCK_D,), tl.float32)
-    for i in range(0, splits):
+    for i in range(0, used):
         at = place * splits + i
         other = tl.load(stats_ptr + 2 * at)
         higher = tl.maximum(top, other)
@@ -155,13 +196,17 @@ def _combine_kernel(
     tl.store(y_ptr + place * value_size + d, y.to(y_ptr.dtype.element_ty), mask=d < value_size)
 
 
-def tile(size: int, dtype: torch.dtype, arch: str) -> dict[str, Any]:
+def tile(
+    size: int, dtype: torch.dtype, arch: str, paged: bool = False, int8: bool = False
+) -> dict[str, Any]:
     """The options of a launch for heads of a size and type, on an architecture."""
-    block = next(block for block in prefill.SIZES if size <= block)
+    block = next(block for block in SIZES if size <= block)
     if dtype == torch.float32:
-        keys, warps = {64: (32, 4), 128: (32, 8), 256: (16, 8)}[block]
+        keys, warps = {64: (32, 4), 128: (16 if paged else 32, 8), 256: (16, 8)}[block]
     else:
-        keys, warps = (32 if block == 256 else 64), 4
+        narrow = block == 256 or (paged and not int8 and arch == "sm_80")
+        many = int8 and block > 64 and not arch.startswith("gfx")
+        keys, warps = (32 if narrow else 64), (8 if many else 4)
     return {
         "ROWS": ROWS,
         "BLOCK_N": keys,
@@ -173,31 +218,34 @@ def tile(size: int, dtype: torch.dtype, arch: str) -> dict[str, Any]:
 
 def combine_tile(size: int) -> dict[str, Any]:
     """The options of the combine step for heads of a size."""
-    block = next(block for block in prefill.SIZES if size <= block)
+    block = next(block for block in SIZES if size <= block)
     return {"BLOCK_D": block, "num_warps": 1, "num_stages": 2}
 
 
-def forms(arch: str) -> Iterator[Form]:
-    """Every form that the launcher asks for."""
-    strides = (f"{x}_{axis}_stride" for x in "qkv" for axis in ("batch", "head", "token"))
-    aligned = (*strides, "size", "value_size")
+def forms(arch: str, paged: bool = False, int8: bool = False) -> Iterator[Form]:
+    """Every form that `attend` asks for on a cache of one kind."""
+    axes = [f"{axis}_stride" for axis in ("batch", "head", "token")]
+    aligned = (*(f"{x}_{axis}" for x in "qkv" for axis in axes), "size", "value_size")
     wide = dict.fromkeys(("part_ptr", "stats_ptr", "sinks_ptr"), "fp32")
-    for size in prefill.SIZES:
-        for dtype in FLOATS:
-            for capped in (False, True):
+    told = POINTERS | wide | {"keep_ptr": "u1", "first_ptr": "i32"}
+    if int8:
+        told |= {"k_ptr": "i8", "v_ptr": "i8"}
+    for size in SIZES:
+        for dtype in HALVES if int8 else FLOATS:
+            for capped in (False,) if paged or int8 else (False, True):
                 yield from forms_of(
                     _decode_attention_kernel,
-                    wide | {"keep_ptr": "u1", "first_ptr": "i32"},
-                    tile(size, dtype, arch) | {"CAPPED": capped},
+                    told,
+                    tile(size, dtype, arch, paged, int8) | {"CAPPED": capped, "PAGED": paged},
                     [dtype],
-                    grid="(batch * kv_heads, total <= 2048 ? 1 : ceil(total / split), "
+                    grid="(batch * kv_heads, slots <= 2048 ? 1 : ceil(slots / split), "
                     "ceil(group * new / ROWS))",
-                    aligned=aligned,
+                    aligned=(*aligned, *(["block"] if paged else [])),
                 )
         yield from forms_of(
             _combine_kernel,
-            wide,
-            combine_tile(size),
+            wide | {"length_ptr": "i64"},
+            combine_tile(size) | {"PAGED": paged},
             grid="(batch * new * heads, 1, 1), where there is more than one split",
             aligned=("value_size",),
         )
@@ -221,18 +269,106 @@ def refuses(
 
     Causal, window, sinks, soft-cap. q, keys and values of one type: float32, float16, bfloat16.
     """
-    if q.shape[2] > MAX_NEW:
-        return f"{q.shape[2]} new tokens exceed {MAX_NEW}"
-    reason: str | None = prefill.refuses(
-        q, k, v, past_key, past_value, mask, sinks,
-        scale=scale, causal=causal, window=window, softcap=softcap,
-    )  # fmt: skip
-    return reason
+    return (
+        too_many(q)
+        or unfit_heads(q, k, v, softcap)
+        or unfit(mask, sinks, same=[q, k, v, past_key, past_value])
+    )
 
 
-def splits_of(total: int) -> tuple[int, int]:
-    """How many programs share a cache of so many tokens, and the tokens that each reads."""
-    return (1, total) if total <= WHOLE else (triton.cdiv(total, SPLIT), SPLIT)
+def too_many(q: Tensor) -> str | None:
+    """Why so many new tokens are better served by `triton-prefill`, or None."""
+    return f"{q.shape[2]} new tokens exceed {MAX_NEW}" if q.shape[2] > MAX_NEW else None
+
+
+def splits_of(slots: int) -> tuple[int, int]:
+    """How many programs share a cache of so many slots, and the slots that each reads."""
+    return (1, slots) if slots <= WHOLE else (triton.cdiv(slots, SPLIT), SPLIT)
+
+
+def attend(
+    q: Tensor,
+    cache: Cache,
+    sinks: Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Attention of q (B, H, S, D) over a cache that holds the new tokens: (B, S, H, D of v).
+
+    A program reads its keys and values once for a group of heads. Splits hold an unscaled sum, its
+    largest score and its mass, and are joined in fp32 (Dao et al., "Flash-Decoding", 2023). How
+    many there are follows from the slots, not from how many are filled: behind the last token they
+    do nothing.
+    """
+    batch, heads, new, size = q.shape
+    kv_heads, value_size = cache.key.shape[1], cache.value.shape[3]
+    int8, paged = cache.key.dtype == torch.int8, cache.table is not None
+    y = torch.empty(batch, new, heads, value_size, dtype=q.dtype, device=q.device)
+    if y.numel() == 0:
+        return y
+    q = side_by_side(q)
+    splits, split = splits_of(cache.slots)
+    partial = (batch * new * heads, splits) if splits > 1 else (1, 1)
+    part = torch.empty(*partial, value_size, dtype=torch.float32, device=q.device)
+    stats = torch.empty(*partial, 2, dtype=torch.float32, device=q.device)
+    levels = torch.zeros(1, device=q.device) if sinks is None else sinks.float().contiguous()
+    sink_count = 0 if sinks is None else heads
+    past = -1 if cache.past is None else cache.past
+    pointers = cache.pointers()
+    launch(
+        _decode_attention_kernel,
+        (batch * kv_heads, splits, triton.cdiv(heads // kv_heads * new, ROWS)),
+        q,
+        cache.key,
+        cache.value,
+        *pointers,
+        *seen(cache, new, window),
+        levels,
+        y,
+        part,
+        stats,
+        *q.stride()[:3],
+        *cache.strides(),
+        kv_heads,
+        heads // kv_heads,
+        new,
+        past,
+        cache.slots,
+        cache.key.shape[2],
+        split,
+        size,
+        value_size,
+        int(causal),
+        window or 0,
+        sink_count,
+        scale,
+        softcap or 0.0,
+        CAPPED=softcap is not None and not paged and not int8,
+        PAGED=paged,
+        **tile(max(size, value_size), q.dtype, architecture(q.device), paged, int8),
+    )
+    if splits > 1:
+        launch(
+            _combine_kernel,
+            (batch * new * heads,),
+            part,
+            stats,
+            pointers[3],
+            levels,
+            y,
+            heads,
+            new,
+            past,
+            splits,
+            split,
+            value_size,
+            sink_count,
+            PAGED=paged,
+            **combine_tile(value_size),
+        )
+    return y
 
 
 @kernel(ops.cached_attention, "triton-decode", refuses=refuses, forms=forms, first=True)
@@ -250,62 +386,7 @@ def decode_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`qopt::cached_attention`; a program reads its keys and values once for a group of heads.
-
-    Splits hold an unscaled sum, its largest score and its mass, and are joined in fp32 (Dao et al.,
-    "Flash-Decoding", 2023).
-    """
-    key, value = prefill.with_past(k, past_key), prefill.with_past(v, past_value)
-    batch, heads, new, size = q.shape
-    kv_heads, total, value_size = key.shape[1], key.shape[2], v.shape[3]
-    y = torch.empty(batch, new, heads, value_size, dtype=v.dtype, device=v.device)
-    if y.numel() == 0:
-        return y, key, value
-    q = prefill.heads_of(q)
-    splits, split = splits_of(total)
-    partial = (batch * new * heads, splits) if splits > 1 else (1, 1)
-    part = torch.empty(*partial, value_size, dtype=torch.float32, device=q.device)
-    stats = torch.empty(*partial, 2, dtype=torch.float32, device=q.device)
-    levels = torch.zeros(1, device=q.device) if sinks is None else sinks.float().contiguous()
-    sink_count = 0 if sinks is None else heads
-    launch(
-        _decode_attention_kernel,
-        (batch * kv_heads, splits, triton.cdiv(heads // kv_heads * new, ROWS)),
-        q,
-        key,
-        value,
-        *prefill.seen(mask, key, new, window),
-        levels,
-        y,
-        part,
-        stats,
-        *(stride for x in (q, key, value) for stride in x.stride()[:3]),
-        kv_heads,
-        heads // kv_heads,
-        new,
-        total,
-        split,
-        size,
-        value_size,
-        int(causal),
-        sink_count,
-        scale,
-        softcap or 0.0,
-        CAPPED=softcap is not None,
-        **tile(max(size, value_size), q.dtype, architecture(q.device)),
-    )
-    if splits > 1:
-        launch(
-            _combine_kernel,
-            (batch * new * heads,),
-            part,
-            stats,
-            levels,
-            y,
-            heads,
-            splits,
-            value_size,
-            sink_count,
-            **combine_tile(value_size),
-        )
-    return y, key, value
+    """`qopt::cached_attention`, for few new tokens."""
+    cache = joined(k, v, past_key, past_value, mask)
+    y = attend(q, cache, sinks, scale, causal, window, softcap)
+    return y, cache.key, cache.value

@@ -12,8 +12,16 @@ from torch import Tensor
 
 from qopt import ops
 from qopt.kernel import FLOATS, Form, architecture, forms_of, kernel, launch, unfit
+from qopt.kernels.attention_cache import (
+    HALVES,
+    POINTERS,
+    SIZES,
+    Cache,
+    side_by_side,
+    unfit_heads,
+)
+from qopt.kernels.attention_core import attend_slots, filled, reach
 
-SIZES = (64, 128, 256)  # elements of a head that a tile holds
 MAX_BLOCKS = 65535  # programs along the second axis of a grid
 
 
@@ -22,6 +30,11 @@ def _prefill_attention_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
+    key_scale_ptr: tl.tensor,
+    value_scale_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    length_ptr: tl.tensor,
+    count_ptr: tl.tensor,
     keep_ptr: tl.tensor,
     first_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
@@ -35,17 +48,27 @@ def _prefill_attention_kernel(
     v_batch_stride: tl.int64,
     v_head_stride: tl.int64,
     v_token_stride: tl.int64,
+    key_scale_batch_stride: tl.int64,
+    key_scale_head_stride: tl.int64,
+    key_scale_token_stride: tl.int64,
+    value_scale_batch_stride: tl.int64,
+    value_scale_head_stride: tl.int64,
+    value_scale_token_stride: tl.int64,
     heads: tl.int32,
     group: tl.int32,
     new: tl.int32,
-    total: tl.int32,
+    past: tl.int32,
+    slots: tl.int32,
+    block: tl.int32,
     size: tl.int32,
     value_size: tl.int32,
     causal: tl.int32,
+    window: tl.int32,
     sinks: tl.int32,
     scale: tl.float32,
     softcap: tl.float32,
     CAPPED: tl.constexpr,
+    PAGED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -55,47 +78,58 @@ def _prefill_attention_kernel(
     head = (tl.program_id(0) % heads).to(tl.int64)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
-    n = tl.arange(0, BLOCK_N)
+    past, count = filled(length_ptr, count_ptr, batch, past, new, PAGED)
+    total = tl.minimum(past + count, slots)
     q_ptr += batch * q_batch_stride + head * q_head_stride
-    k_ptr += batch * k_batch_stride + (head // group) * k_head_stride
-    v_ptr += batch * v_batch_stride + (head // group) * v_head_stride
-    keep_ptr += batch * total
     q_ptrs = q_ptr + row.to(tl.int64)[:, None] * q_token_stride + d[None, :]
     q = tl.load(q_ptrs, mask=(row[:, None] < new) & (d[None, :] < size), other=0.0)
     if WIDE:
         q = q.to(tl.float32)
-    first = tl.load(first_ptr + batch * new + row, mask=row < new, other=total)
-    last = tl.where(causal != 0, total - new + row, total - 1)
+    first, last = reach(
+        first_ptr + batch * new, row, row < new, past, count, total, causal, window, PAGED
+    )
     low = tl.min(first, axis=0) // BLOCK_N * BLOCK_N
     high = tl.minimum(tl.max(last, axis=0) + 1, total)
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    mass = tl.zeros((BLOCK_M,), tl.float32)
-    y = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for start in range(low, high, BLOCK_N):
-        slot = start + n
-        k_ptrs = k_ptr + slot.to(tl.int64)[None, :] * k_token_stride + d[:, None]
-        k = tl.load(k_ptrs, mask=(slot[None, :] < total) & (d[:, None] < size), other=0.0)
-        if WIDE:
-            k = k.to(tl.float32)
-        scores = tl.dot(q, k, input_precision="ieee") * scale
-        if CAPPED:
-            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
-        real = tl.load(keep_ptr + slot, mask=slot < total, other=0)
-        seen = (real[None, :] != 0) & (slot[None, :] >= first[:, None])
-        seen = seen & (slot[None, :] <= last[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, axis=1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - -inf would be NaN
-        powers = tl.exp(scores - base[:, None])
-        shrink = tl.exp(top - base)
-        mass = mass * shrink + tl.sum(powers, axis=1)
-        v_ptrs = v_ptr + slot.to(tl.int64)[:, None] * v_token_stride + d[None, :]
-        v = tl.load(v_ptrs, mask=(slot[:, None] < total) & (d[None, :] < value_size), other=0.0)
-        powers = powers.to(v.dtype)
-        if WIDE:
-            powers, v = powers.to(tl.float32), v.to(tl.float32)
-        y = tl.dot(powers, v, y * shrink[:, None], input_precision="ieee")
-        top = higher
+    top, mass, y = attend_slots(
+        q,
+        k_ptr,
+        v_ptr,
+        key_scale_ptr,
+        value_scale_ptr,
+        table_ptr,
+        keep_ptr,
+        batch,
+        head // group,
+        k_batch_stride,
+        k_head_stride,
+        k_token_stride,
+        v_batch_stride,
+        v_head_stride,
+        v_token_stride,
+        key_scale_batch_stride,
+        key_scale_head_stride,
+        key_scale_token_stride,
+        value_scale_batch_stride,
+        value_scale_head_stride,
+        value_scale_token_stride,
+        first,
+        last,
+        low,
+        high,
+        slots,
+        block,
+        size,
+        value_size,
+        scale,
+        softcap,
+        q_ptr.dtype.element_ty,
+        CAPPED,
+        PAGED,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_D,
+        WIDE,
+    )
     if sinks != 0:
         sink = tl.load(sinks_ptr + head)
         mass += tl.exp(sink - tl.where(top == float("-inf"), sink, top))
@@ -105,16 +139,21 @@ def _prefill_attention_kernel(
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=keep)
 
 
-def tile(size: int, dtype: torch.dtype, arch: str) -> dict[str, Any]:
+def tile(
+    size: int, dtype: torch.dtype, arch: str, paged: bool = False, int8: bool = False
+) -> dict[str, Any]:
     """The options of a launch for heads of a size and type, on an architecture."""
     block = next(block for block in SIZES if size <= block)
     amd = arch.startswith("gfx")
     if dtype == torch.float32:
-        queries, keys, warps = (16 if block == 256 else 32), 32, 8
+        queries, keys, warps = (16 if block == 256 or paged else 32), 32, 8
     elif block == 256:
-        queries, keys, warps = {"sm_80": (32, 32, 4), "sm_100": (64, 32, 4)}.get(arch, (64, 32, 8))
+        low = {"sm_80": (32, 32, 4), "gfx942": (32, 16, 8) if int8 else (64, 32, 8)}
+        queries, keys, warps = low.get(arch, (64, 32, 4 if arch == "sm_100" and not int8 else 8))
     else:
         queries, keys, warps = (64, 64, 4) if amd else (128, 64, 8)
+        if int8 and block == 128 and not amd:
+            queries = 64
     return {
         "BLOCK_M": queries,
         "BLOCK_N": keys,
@@ -124,20 +163,23 @@ def tile(size: int, dtype: torch.dtype, arch: str) -> dict[str, Any]:
     }
 
 
-def forms(arch: str) -> Iterator[Form]:
-    """Every form that the launcher asks for."""
-    strides = (f"{x}_{axis}_stride" for x in "qkv" for axis in ("batch", "head", "token"))
-    aligned = (*strides, "size", "value_size")
-    for dtype in FLOATS:
+def forms(arch: str, paged: bool = False, int8: bool = False) -> Iterator[Form]:
+    """Every form that `attend` asks for on a cache of one kind."""
+    axes = [f"{axis}_stride" for axis in ("batch", "head", "token")]
+    aligned = (*(f"{x}_{axis}" for x in "qkv" for axis in axes), "size", "value_size")
+    told = POINTERS | {"keep_ptr": "u1", "first_ptr": "i32", "sinks_ptr": "fp32"}
+    if int8:
+        told |= {"k_ptr": "i8", "v_ptr": "i8"}
+    for dtype in HALVES if int8 else FLOATS:
         for size in SIZES:
-            for capped in (False, True):
+            for capped in (False,) if paged or int8 else (False, True):
                 yield from forms_of(
                     _prefill_attention_kernel,
-                    {"keep_ptr": "u1", "first_ptr": "i32", "sinks_ptr": "fp32"},
-                    tile(size, dtype, arch) | {"CAPPED": capped},
+                    told,
+                    tile(size, dtype, arch, paged, int8) | {"CAPPED": capped, "PAGED": paged},
                     [dtype],
                     grid="(batch * heads, ceil(new / BLOCK_M), 1)",
-                    aligned=aligned,
+                    aligned=(*aligned, *(["block"] if paged else [])),
                 )
 
 
@@ -159,45 +201,112 @@ def refuses(
 
     q, keys and values of one type: float32, float16, bfloat16. Rows may differ in length.
     """
-    if q.shape[1] % k.shape[1]:
-        return f"{q.shape[1]} heads are no multiple of {k.shape[1]}"
-    if max(q.shape[3], v.shape[3]) > SIZES[-1]:
-        return f"heads of {max(q.shape[3], v.shape[3])} elements exceed {SIZES[-1]}"
-    if triton.cdiv(q.shape[2], 16) > MAX_BLOCKS:
-        return f"{q.shape[2]} new tokens exceed {16 * MAX_BLOCKS}"
-    if softcap is not None and softcap <= 0:
-        return f"soft-cap {softcap} is not positive"
-    return unfit(mask, sinks, same=[q, k, v, past_key, past_value])
-
-
-def seen(mask: Tensor | None, key: Tensor, new: int, window: int | None) -> tuple[Tensor, Tensor]:
-    """Which of T keys are real, bool (B, T), and each new position's first in reach, int32 (B, S).
-
-    A window counts real tokens: positions never fall along the slots, so that what is in reach of
-    the window is all that follows one slot.
-    """
-    batch, total = key.shape[0], key.shape[2]
-    if mask is None:
-        keep = torch.ones(batch, total, dtype=torch.bool, device=key.device)
-    else:
-        keep = mask.bool().expand(batch, total).contiguous()
-    if window is None:
-        return keep, torch.zeros(batch, new, dtype=torch.int32, device=key.device)
-    positions = keep.cumsum(1) - 1
-    bounds = (positions[:, total - new :] - window).contiguous()
-    return keep, torch.searchsorted(positions, bounds, right=True, out_int32=True)
-
-
-def with_past(x: Tensor, past: Tensor | None) -> Tensor:
-    """Keys or values with their past before them, (B, K, T, D), as a new tensor."""
     return (
-        x.clone(memory_format=torch.contiguous_format) if past is None else torch.cat([past, x], 2)
+        unfit_heads(q, k, v, softcap)
+        or too_many(q)
+        or unfit(mask, sinks, same=[q, k, v, past_key, past_value])
     )
 
 
-def heads_of(q: Tensor) -> Tensor:
-    """q as it is where elements of a head lie side by side, else a copy."""
-    return q if q.stride(3) == 1 else q.contiguous()
+def too_many(q: Tensor) -> str | None:
+    """Why a grid cannot hold so many new tokens, or None."""
+    new, most = q.shape[2], 16 * MAX_BLOCKS
+    return f"{new} new tokens exceed {most}" if new > most else None
+
+
+def seen(cache: Cache, new: int, window: int | None) -> tuple[Tensor, Tensor]:
+    """Which of T slots are real, bool (B, T), and each new position's first in reach, int32 (B, S).
+
+    A window counts real tokens: positions never fall along the slots, so that what is in reach of
+    the window is all that follows one slot. With a table there are no holes: both are left empty.
+    """
+    batch, slots, device = cache.key.shape[0], cache.slots, cache.key.device
+    if cache.table is not None:
+        keep = torch.empty(1, dtype=torch.bool, device=device)
+        return keep, torch.empty(1, dtype=torch.int32, device=device)
+    if cache.mask is None:
+        keep = torch.ones(batch, slots, dtype=torch.bool, device=device)
+    else:
+        keep = cache.mask.bool().expand(batch, slots).contiguous()
+    if window is None:
+        return keep, torch.zeros(batch, new, dtype=torch.int32, device=device)
+    positions = keep.cumsum(1) - 1
+    if cache.lengths is None:
+        mine = positions[:, slots - new :]
+    else:
+        own = cache.lengths + torch.arange(new, device=device)
+        mine = positions.index_select(1, own.clamp(max=slots - 1))
+    return keep, torch.searchsorted(
+        positions, (mine - window).contiguous(), right=True, out_int32=True
+    )
+
+
+def joined(
+    k: Tensor,
+    v: Tensor,
+    past_key: Tensor | None,
+    past_value: Tensor | None,
+    mask: Tensor | None,
+) -> Cache:
+    """A cache (B, K, P + S, D) of past and new, as new tensors."""
+    key, value = (
+        x.clone(memory_format=torch.contiguous_format) if past is None else torch.cat([past, x], 2)
+        for x, past in ((k, past_key), (v, past_value))
+    )
+    return Cache(key, value, past=key.shape[2] - k.shape[2], mask=mask)
+
+
+def attend(
+    q: Tensor,
+    cache: Cache,
+    sinks: Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Attention of q (B, H, S, D) over a cache that holds the new tokens: (B, S, H, D of v).
+
+    Blocks of keys that no query of a block sees are not read. Online softmax after Milakov and
+    Gimelshein 2018, tiled as in Dao et al. 2022.
+    """
+    batch, heads, new, size = q.shape
+    value_size, kv_heads = cache.value.shape[3], cache.key.shape[1]
+    int8, paged = cache.key.dtype == torch.int8, cache.table is not None
+    y = torch.empty(batch, new, heads, value_size, dtype=q.dtype, device=q.device)
+    options = tile(max(size, value_size), q.dtype, architecture(q.device), paged, int8)
+    if y.numel():
+        q = side_by_side(q)
+        launch(
+            _prefill_attention_kernel,
+            (batch * heads, triton.cdiv(new, options["BLOCK_M"])),
+            q,
+            cache.key,
+            cache.value,
+            *cache.pointers(),
+            *seen(cache, new, window),
+            torch.zeros(1, device=q.device) if sinks is None else sinks.float().contiguous(),
+            y,
+            *q.stride()[:3],
+            *cache.strides(),
+            heads,
+            heads // kv_heads,
+            new,
+            -1 if cache.past is None else cache.past,
+            cache.slots,
+            cache.key.shape[2],
+            size,
+            value_size,
+            int(causal),
+            window or 0,
+            int(sinks is not None),
+            scale,
+            softcap or 0.0,
+            CAPPED=softcap is not None and not paged and not int8,
+            PAGED=paged,
+            **options,
+        )
+    return y
 
 
 @kernel(ops.cached_attention, "triton-prefill", refuses=refuses, forms=forms)
@@ -215,37 +324,7 @@ def prefill_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`qopt::cached_attention`; blocks of keys that no query of a block sees are not read.
-
-    Online softmax after Milakov and Gimelshein 2018, tiled as in Dao et al. 2022.
-    """
-    key, value = with_past(k, past_key), with_past(v, past_value)
-    batch, heads, new, size = q.shape
-    y = torch.empty(batch, new, heads, v.shape[3], dtype=v.dtype, device=v.device)
-    options = tile(max(size, v.shape[3]), q.dtype, architecture(q.device))
-    if y.numel():
-        q = heads_of(q)
-        launch(
-            _prefill_attention_kernel,
-            (batch * heads, triton.cdiv(new, options["BLOCK_M"])),
-            q,
-            key,
-            value,
-            *seen(mask, key, new, window),
-            torch.zeros(1, device=q.device) if sinks is None else sinks.float().contiguous(),
-            y,
-            *(stride for x in (q, key, value) for stride in x.stride()[:3]),
-            heads,
-            heads // k.shape[1],
-            new,
-            key.shape[2],
-            size,
-            v.shape[3],
-            int(causal),
-            int(sinks is not None),
-            scale,
-            softcap or 0.0,
-            CAPPED=softcap is not None,
-            **options,
-        )
-    return y, key, value
+    """`qopt::cached_attention`, by blocks of new tokens."""
+    cache = joined(k, v, past_key, past_value, mask)
+    y = attend(q, cache, sinks, scale, causal, window, softcap)
+    return y, cache.key, cache.value
