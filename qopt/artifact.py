@@ -728,15 +728,20 @@ def genai_config(
     *,
     filename: str = "model.onnx",
     shared_buffer: bool = True,
+    provider: str | None = None,
 ) -> dict[str, Any]:
-    """The genai_config.json of a graph that `genai_refusal` let pass."""
+    """The genai_config.json of a graph that `genai_refusal` let pass.
+
+    `provider`: where onnxruntime-genai runs it, as `cuda`; None is the CPU.
+    """
     caches = [layer for layer in info.layers if layer.owner is None]
     names = {spec.name for spec in inputs}
     plain = [n for n in ("input_ids", "attention_mask", "position_ids") if n in names]
     past = {key: value for key, value in _CACHE_NAMES.items() if key.startswith("past")}
     present = {key: value for key, value in _CACHE_NAMES.items() if key.startswith("present")}
+    options: list[dict[str, Any]] = [{provider: {}}] if provider else []
     decoder = {
-        "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
+        "session_options": {"log_id": "onnxruntime-genai", "provider_options": options},
         "filename": filename,
         "head_size": caches[0].key_size,
         "hidden_size": info.hidden_size,

@@ -401,7 +401,12 @@ def write_folder(
     if refusal is not None:
         manifest.notes.append(f"onnxruntime-genai does not load it: {refusal}")
         return
-    settings = genai_config(graph.info, manifest.inputs, shared_buffer=written.shared_buffer)
+    settings = genai_config(
+        graph.info,
+        manifest.inputs,
+        shared_buffer=written.shared_buffer,
+        provider="cuda" if recipe.target == "onnx-cuda" else None,
+    )
     write_json(writer.folder / "genai_config.json", settings)
 
 

@@ -353,7 +353,18 @@ class Compiled(Protocol):
     def __call__(self, family: str, recipe: str = ..., /, **options: Any) -> Path: ...
 
 
-FLAGS = ("target", "dtype", "opset", "logits", "sets", "skip", "add", "stop_after", "plugins")
+FLAGS = (
+    "target",
+    "dtype",
+    "opset",
+    "logits",
+    "sets",
+    "skip",
+    "add",
+    "stop_after",
+    "plugins",
+    "architectures",
+)
 
 
 @pytest.fixture(scope="session")

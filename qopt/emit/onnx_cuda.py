@@ -25,6 +25,7 @@ from qopt.emit.onnx_dialect import (
     SkipRMSNorm,
     StandardRMSNorm,
     StandardRotary,
+    skip_results,
     unfit_terms,
 )
 from qopt.lower import Context, implements
@@ -58,11 +59,32 @@ class CudaRMSNorm(StandardRMSNorm):
 
 
 class CudaSkipRMSNorm(SkipRMSNorm):
-    """`SkipSimplifiedLayerNormalization`, which rounds once where the model may round twice."""
+    """`SkipSimplifiedLayerNormalization`, which rounds once where the model may round twice.
+
+    A residual in fp32 has the op run in fp32, its norm rounded to the type of x.
+    """
 
     def refuses(self, context: Context, node: fx.Node) -> str | None:
-        """Two or three dimensions, and one type."""
-        return unfit_terms(node)
+        """Two or three dimensions."""
+        rank = value(operands(node)[0]).dim()
+        return None if rank in (2, 3) else f"it takes 2 or 3 dimensions, not {rank}"
+
+    def emit(self, b: Builder, node: fx.Node) -> list[ir.Value]:
+        """One node with two of its four results, and casts where the terms differ in type."""
+        x, residual, weight, eps = operands(node)[:4]
+        normed, total = value(node)
+        out = b.microsoft_ops(
+            "SkipSimplifiedLayerNormalization",
+            4,
+            b.get(x, total.dtype),
+            b.get(residual, total.dtype),
+            b.const(torch.ones(int(total.shape[-1])), total.dtype)
+            if weight is None
+            else b.get(weight, total.dtype),
+            epsilon=float(eps),
+        )
+        made, summed = skip_results(out)
+        return [b.cast(made, total.dtype, normed.dtype), summed]
 
 
 class CudaSkipLayerNorm(SkipLayerNorm):
