@@ -38,6 +38,7 @@ CUDA, TRITON = "onnx-cuda", "onnx-cuda-triton"
 # two experts, both taken: rounding to half precision then turns no choice of the router
 OVERRIDES: dict[str, dict[str, int]] = {"gpt_oss": {"num_local_experts": 2, "num_experts": 2}}
 FAMILIES = ("llama", "gemma2", "gpt_oss", "gpt_neox", "qwen3")
+FAST = ("llama", "gemma2", "gpt_oss")  # grouped heads; soft-cap and a window; sinks and experts
 # how many tokens each row gets in each call
 PROBES = (
     [[9, 9, 9]],
@@ -79,7 +80,7 @@ def check_functions(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=[pytest.mark.slow] * (f == "gpt_neox")) for f in FAMILIES]
+    "family", [pytest.param(f, marks=[pytest.mark.slow] * (f not in FAST)) for f in FAMILIES]
 )
 @pytest.mark.parametrize(
     ("target", "dtype", "limit"),
@@ -128,7 +129,11 @@ def test_the_check_says_what_it_did_not_run(
 
 
 @pytest.mark.parametrize(
-    ("target", "recipe"), [(CUDA, "low-latency-cuda"), (TRITON, "low-latency-gpu")]
+    ("target", "recipe"),
+    [
+        (CUDA, "low-latency-cuda"),
+        pytest.param(TRITON, "low-latency-gpu", marks=pytest.mark.slow),
+    ],
 )
 def test_bf16_is_checked_in_fp32_and_says_so(
     target: str, recipe: str, tiny: Tiny, tmp_path: Path
