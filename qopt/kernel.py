@@ -70,6 +70,7 @@ class Kernel:
     launcher: Callable[..., Any]
     refuses: Callable[..., str | None]
     forms: Callable[[str], Iterable[Form]]
+    lacks: Callable[[str], str | None] = lambda _: None
 
     @property
     def accepts(self) -> str:
@@ -93,17 +94,19 @@ def kernel(
     *,
     refuses: Callable[..., str | None],
     forms: Callable[[str], Iterable[Form]],
+    lacks: Callable[[str], str | None] = lambda _: None,
     first: bool = False,
 ) -> Callable[[Callable[..., Any]], Kernel]:
     """Register the decorated launcher, which has the op's arguments, as a kernel of the op.
 
     `refuses` takes the same arguments; its docstring's first paragraph says what the kernel takes.
-    `forms` gives, for an architecture, every form that the launcher can ask for. Kernels are tried
-    in the order of registration, a `first` one before those that are there.
+    `forms` gives, for an architecture, every form that the launcher can ask for, and `lacks` what
+    that architecture cannot have of them, and why. Kernels are tried in the order of registration,
+    a `first` one before those that are there.
     """
 
     def register(launcher: Callable[..., Any]) -> Kernel:
-        made = Kernel(op, name, launcher, refuses, forms)
+        made = Kernel(op, name, launcher, refuses, forms, lacks)
         others = KERNELS.setdefault(op.name, [])
         if any(other.name == name for other in others):
             raise TypeError(f"{op.name} has two kernels named {name}")

@@ -11,7 +11,7 @@ import re
 import struct
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,9 +140,10 @@ class Report:
     arch: str
     folder: str
     kernels: list[dict[str, Any]]
+    left_out: list[dict[str, str]]
 
     def tables(self) -> list[Table]:
-        """For each op and kernel: forms, and the most that any of them takes."""
+        """For each op and kernel: forms, and the most that any of them takes; what is left out."""
         groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for entry in self.kernels:
             groups.setdefault((entry["op"], entry["kernel"]), []).append(entry)
@@ -155,7 +156,11 @@ class Report:
             for key, group in groups.items()
         ]
         columns = ("op", "kernel", "forms", "registers", "shared", "spills")
-        return [Table(f"{self.arch}, the most of each", columns, most)]
+        tables = [Table(f"{self.arch}, the most of each", columns, most)]
+        if self.left_out:
+            rows = [(x["op"], x["kernel"], x["why"]) for x in self.left_out]
+            tables.append(Table("left out", ("op", "kernel", "why"), rows))
+        return tables
 
 
 def build(
@@ -183,18 +188,36 @@ def build(
         raise UsageError("the folder holds other files", where=str(folder), todo="name another")
     folder.mkdir(parents=True, exist_ok=True)
     entries = []
+    left_out = [
+        {"op": name, "kernel": one.name, "why": why}
+        for name in sorted(kernel.KERNELS)
+        if only in (None, name)
+        for one in kernel.KERNELS[name]
+        if (why := one.lacks(arch)) is not None
+    ]
     for one, form in all_forms(arch, only):
         built = compile_form(one, form, arch)
         step(built.file)
         (folder / built.file).write_bytes(built.binary)
         entries.append(built.entry())
-    write_index(folder, arch, entries)
-    return Report(arch, str(folder), entries)
+    write_index(folder, arch, entries, left_out)
+    return Report(arch, str(folder), entries, left_out)
 
 
-def write_index(folder: Path, arch: str, entries: list[dict[str, Any]]) -> None:
-    """Write what a launcher must know of the binaries in a folder."""
-    written = {"schema": 1, "qopt": __version__, "arch": arch, "call": CALL, "kernels": entries}
+def write_index(
+    folder: Path,
+    arch: str,
+    entries: list[dict[str, Any]],
+    left_out: Sequence[dict[str, str]] = (),
+) -> None:
+    """Write what a launcher must know of the binaries in a folder, and what is not there, if any.
+
+    What is left out has its op, kernel and why.
+    """
+    written: dict[str, Any] = {"schema": 1, "qopt": __version__, "arch": arch, "call": CALL}
+    written["kernels"] = entries
+    if left_out:
+        written["left_out"] = list(left_out)
     (folder / INDEX).write_text(json.dumps(written, indent=1) + "\n")
 
 
