@@ -94,6 +94,19 @@ def test_families_are_exact_with_the_kernels(
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_buffers_of_a_fixed_size(family: str, tiny: Tiny, tmp_path: Path) -> None:
+    """Written in place, by kernels that take the length from the device."""
+    sets = ("materialize-kv-cache.layout=static",)
+    result = compiled(tiny(family)[0], tmp_path / "out", RECIPE, sets=sets)
+    assert all(row.passed for row in result.report.checks)
+    ran = launches(result)
+    assert ran["static_attention triton-decode"] > 0
+    assert ran["static_attention triton-prefill"] > 0
+    assert not any("cached_attention" in name for name in ran)
+
+
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("recipe", ["baseline", RECIPE])
 def test_half_precision(dtype: str, recipe: str, tiny: Tiny, tmp_path: Path) -> None:
