@@ -407,6 +407,7 @@ BASELINE = [
     "last-token-logits",
     "materialize-kv-cache",
     "fuse-add-rms-norm",
+    "widen-residual",
     "eliminate-dead-code",
 ]
 
