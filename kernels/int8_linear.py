@@ -109,10 +109,10 @@ def _scaled_linear_kernel(
         if INT8:
             total = tl.dot(x, weight, total, out_dtype=tl.int32)
         else:
-            if x_ptr.dtype.element_ty != weight_ptr.dtype.element_ty:
-                weight = weight.to(x.dtype)
             if WIDE:
                 x, weight = x.to(tl.float32), weight.to(tl.float32)
+            elif x_ptr.dtype.element_ty != weight_ptr.dtype.element_ty:
+                weight = weight.to(x.dtype)
             total = tl.dot(x, weight, total, input_precision="ieee", max_num_imprecise_acc=0)
     factors = tl.load(factors_ptr + row, mask=row < factor_rows, other=1.0)
     scales = tl.load(scales_ptr + out * scales_stride, mask=out < outputs, other=0.0)
@@ -175,7 +175,12 @@ def product(
     outputs = weight.shape[0]
     scales = scales.float().flatten()
     scales = scales if scales.numel() == 1 else scales.contiguous()
-    options = tile(count, x.dtype, architecture(x.device))
+    arch = architecture(x.device)
+    if arch == "sm_80" and weight.dtype == torch.float8_e4m3fn:
+        arch = (
+            "sm_90"  # sm_89 and sm_12x, which else take the sizes of sm_80, where no such type is
+        )
+    options = tile(count, x.dtype, arch)
     y = torch.empty(count, outputs, dtype=dtype, device=x.device)
     launch(
         _scaled_linear_kernel,

@@ -37,6 +37,7 @@ TYPES = {
     torch.int64: "i64",
     torch.bool: "u1",
 }  # torch's element types as Triton writes them
+NARROW = ("*bf16", "*fp8e4nv", "*fp8e5")  # no operands of a dot in the interpreter
 _SCALARS = {"tl.int32": "i32", "tl.int64": "i64", "tl.float32": "fp32"}
 
 
@@ -271,7 +272,8 @@ def launch(
     """Run a jit function over a grid, and count the form for `launched`.
 
     A constant `WIDE` is set here: whether operands of a dot must be widened to fp32 first, since
-    Triton's interpreter multiplies the bits of bf16 as integers. Products are the same.
+    Triton's interpreter multiplies the bits of bf16 as integers and takes subnormal numbers of e5m2
+    for 0. Products are the same.
     """
     form = form_of(
         function,
@@ -280,7 +282,7 @@ def launch(
     )
     _LAUNCHES[form] += 1
     if "WIDE" in function.arg_names:
-        constants["WIDE"] = interpreting() and any(t == "*bf16" for _, t in form.types)
+        constants["WIDE"] = interpreting() and any(t in NARROW for _, t in form.types)
     # Triton launches on the current device
     with torch.cuda.device_of(args[0]):  # type: ignore[no-untyped-call]
         function[grid](

@@ -8,7 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +60,21 @@ class Interpreter:
             torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
         return got
 
+    def agrees_in_place(
+        self, op: str, args: Sequence[Any], *, reduced: int = 1, launches: int = 1, **kwargs: Any
+    ) -> tuple[Tensor, ...]:
+        """`agrees`, of what an op writes into its arguments too; they travel as shared memory."""
+        copies = [x.clone() if isinstance(x, Tensor) else x for x in args]
+        got, launched = self.run(op, *args, **kwargs)
+        assert launched.total() == launches
+        want = OPS[op].reference(*copies, **kwargs)
+        tolerance = TOLERANCES[got[0].dtype] * max(1.0, reduced**0.5 / 8)
+        torch.testing.assert_close(got[0], want, rtol=tolerance, atol=tolerance)
+        for ours, theirs in zip(args, copies, strict=True):
+            if isinstance(ours, Tensor):
+                assert torch.equal(ours, theirs), "written otherwise"
+        return got
+
     def refusal(self, op: str, *args: Any, **kwargs: Any) -> str:
         """Why no kernel takes these arguments; the reference then runs."""
         taken, told = self.ask(kernel.explain, op, *args, **kwargs)
@@ -74,7 +89,11 @@ def shipped() -> set[Form]:
     if reason is not None:
         pytest.skip(reason)
     return {
-        form for found in kernel.KERNELS.values() for one in found for form in one.forms("sm_80")
+        form
+        for found in kernel.KERNELS.values()
+        for one in found
+        for arch in (("sm_80", "sm_90") if one.lacks("sm_80") else ("sm_80",))
+        for form in one.forms(arch)
     }
 
 
