@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from qopt.canonical import argument, same_shape, value
 from qopt.graph import Graph
@@ -76,6 +76,7 @@ def plain_sum(node: fx.Node) -> bool:
         return False
     return all(
         isinstance(a, fx.Node)
+        and isinstance(value(a), Tensor)
         and value(a).dtype == value(node).dtype
         and same_shape(value(a), value(node))
         for a in node.args

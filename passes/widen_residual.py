@@ -31,7 +31,8 @@ class WidenResidual(Pass):
     Why: each layer adds a little to a sum that has grown large, and bf16 keeps eight bits of it.
     Half of a model's error in bf16 comes from there, for no more than a row's bytes.
     Needs: `fuse-add-rms-norm`, whose norms read the wide sum without a cast.
-    Leaves: sums that are no residual (no term is computed from the other), as of two experts.
+    Leaves: sums that are no residual (no term is computed from the other), as of two experts, and
+    those that are one op with a LayerNorm.
     fp16 keeps eleven bits, and its sums are exact enough unless `fp16` is set.
     """
 

@@ -209,7 +209,9 @@ def test_the_limit_grows_with_the_logits() -> None:
     assert judged([[50.0004, 0]], [[50, 0]]).passed
     assert not judged([[50.0006, 0]], [[50, 0]]).passed
     assert judged([[50.09, 0]], [[50, 0]], "float16").passed
-    assert not judged([[50.11, 0]], [[50, 0]], "bfloat16").passed
+    assert not judged([[50.11, 0]], [[50, 0]], "float16").passed
+    assert judged([[50.79, 0]], [[50, 0]], "bfloat16").passed  # eight times as coarse
+    assert not judged([[50.81, 0]], [[50, 0]], "bfloat16").passed
 
 
 def test_top_1_counts_where_the_lead_is_clear() -> None:

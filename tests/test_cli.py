@@ -335,6 +335,7 @@ class FakeModel:
 
     def __init__(self, template: bool) -> None:
         self.info = ModelInfo(kind="decoder")
+        self.session = types.SimpleNamespace(told=list)
         self.tokenizer = types.SimpleNamespace(has_chat_template=True if template else None)
         self.asked: list[Any] = []
 
@@ -346,7 +347,7 @@ class FakeModel:
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> FakeModel:
     fake = FakeModel(template=getattr(request, "param", True))
-    monkeypatch.setattr("qopt.runtime.load", lambda folder, threads: fake, raising=False)
+    monkeypatch.setattr("qopt.runtime.load", lambda folder, **_: fake, raising=False)
     return fake
 
 

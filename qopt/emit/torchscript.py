@@ -104,6 +104,9 @@ KERNEL_OPS = (
     "quantized_linear",
     "cached_attention",
     "static_attention",
+    "paged_attention",
+    "int8_linear",
+    "fp8_linear",
 )
 KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 NO_MEMORY = ("can't allocate memory", "bad_alloc", "MemoryError")

@@ -69,3 +69,10 @@ def test_a_sum_of_two_branches_is_left(captured: Any, run: Any) -> None:
     item = WidenResidual()
     assert item.run(graph) == 2
     assert any("neither term" in line for line in item.explain(graph))
+
+
+def test_a_sum_with_a_size_is_no_sum(captured: Any, run: Any) -> None:
+    """bloom and falcon add a number of the graph to a tensor; LayerNorm's sums are left."""
+    graph = captured("bloom", torch.bfloat16)
+    run(graph, *BEFORE)
+    assert WidenResidual().run(graph) == 0

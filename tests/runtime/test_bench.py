@@ -67,7 +67,7 @@ def test_runs_alternate_with_new_prompts_each_round(monkeypatch: pytest.MonkeyPa
     log: list[Any] = []
     seconds = {"a": (0.5, 1.0), "b": (1.0, 4.0), "c": (0.25, 0.5)}
     engines = {name: Clocked(name, taken, log) for name, taken in seconds.items()}
-    monkeypatch.setattr(bench_module, "open_engine", lambda path, threads: engines[str(path)])
+    monkeypatch.setattr(bench_module, "open_engine", lambda path, *_: engines[str(path)])
     result = bench("a", vs=["b", "c"], batch=1, **SMALL)
     order = ["a", "b", "c", "c", "b", "a"] * 2  # a round to warm up, three that count
     assert [name for name, _ in log] == order
