@@ -414,9 +414,10 @@ def normed_as(
 ) -> Tensor:
     """`rms_norm` of x, which may be wider, in another type: that is what `cast_first` rounds to."""
     if cast_first or weight is None:
-        normed = rms_norm.reference(x, None, eps).to(dtype)
+        normed: Tensor = rms_norm.reference(x, None, eps).to(dtype)
         return normed if weight is None else normed * weight
-    return rms_norm.reference(x, weight, eps, False).to(dtype)
+    normed = rms_norm.reference(x, weight, eps, False)
+    return normed.to(dtype)
 
 
 @op(

@@ -408,10 +408,9 @@ def test_an_int8_buffer(per_token: bool) -> None:
     scales = int8_cache(per_token)
     buffers = [int8(2, 2, 6, 8) for _ in "kv"]
     args = (q, k, v, *buffers, torch.tensor([2]), None)
-    torch.library.opcheck(
-        OPS["static_attention"].target, [*(x.clone() for x in args[:5]), *args[5:]],
-        {"scale": 0.3, **{name: x.clone() for name, x in scales.items()}},
-    )  # fmt: skip
+    copies = *(x.clone() for x in (q, k, v, *buffers)), *args[5:]
+    options = {"scale": 0.3, **{name: x.clone() for name, x in scales.items()}}
+    torch.library.opcheck(OPS["static_attention"].target, copies, options)
     before = [x.clone() for x in buffers]
     got = OPERATIONS.static_attention(*args, scale=0.3, **scales)
     wide = []
@@ -425,7 +424,7 @@ def test_an_int8_buffer(per_token: bool) -> None:
     if per_token:
         torch.testing.assert_close(scales["key_scale"][:, :, 2:5, 0], k.abs().amax(-1) / 127)
     keep = torch.arange(5) <= torch.arange(2, 5)[:, None]
-    want = eager_attention(q, *wide, keep, 0.3)
+    want = eager_attention(q, wide[0], wide[1], keep, 0.3)
     torch.testing.assert_close(got.double(), want, atol=1e-6, rtol=1e-5)
 
 
@@ -468,25 +467,28 @@ def test_pages_that_are_missing_are_not_seen() -> None:
     assert torch.equal(pools[0][1, :, 3], k[0, :, 0])
 
 
+def pages(buffer: Tensor) -> Tensor:
+    """A buffer (2, K, 6, D) as pages of three slots, (4, K, 3, D)."""
+    cut = buffer.view(2, buffer.shape[1], 2, 3, buffer.shape[3])
+    return cut.transpose(1, 2).flatten(0, 1).clone()
+
+
 @pytest.mark.parametrize("per_token", [False, True])
 def test_int8_pages(per_token: bool) -> None:
     torch.manual_seed(5)
     q, k, v = (torch.randn(2, n, 3, 8) for n in (4, 2, 2))
     scales = int8_cache(per_token)
     buffers = [int8(2, 2, 6, 8) for _ in "kv"]
-    paged = [x.unflatten(2, (2, 3)).transpose(1, 2).flatten(0, 1).clone() for x in buffers]
-    factors = [
-        x.unflatten(2, (2, 3)).transpose(1, 2).flatten(0, 1).clone() if per_token else x
-        for x in scales.values()
-    ]
+    paged = [pages(x) for x in buffers]
+    factors = [pages(x) if per_token else x for x in scales.values()]
     table = torch.arange(4).view(2, 2).int()
     lengths, args = torch.tensor([2, 2]), {"scale": 0.3}
     got = OPERATIONS.paged_attention(q, k, v, *paged, table, lengths, None, None, *factors, **args)
     want = OPERATIONS.static_attention(q, k, v, *buffers, lengths[:1], None, **args, **scales)
     torch.testing.assert_close(got, want)
-    for x, pages in zip([*buffers, *scales.values()], [*paged, *factors], strict=True):
+    for x, held in zip([*buffers, *scales.values()], [*paged, *factors], strict=True):
         if x.dim() == 4:
-            assert torch.equal(x.unflatten(2, (2, 3)).transpose(1, 2).flatten(0, 1), pages)
+            assert torch.equal(pages(x), held)
 
 
 def test_int8_product() -> None:
