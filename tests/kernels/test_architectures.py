@@ -43,11 +43,25 @@ for dtype in (torch.float32, torch.float16):
             ("experts", (some(rows, 16), torch.randint(2, (rows, 2)), torch.rand(rows, 2),
              some(2, 10, 16) / 4, None, some(2, 16, 5) / 4, None), {"activation": "silu"}),
         ]
+        calls.append(("int8_linear", (some(rows, 96), byte(33, 96).view(torch.int8),
+            torch.rand(33) / 999), {}))
+        weight = (some(33, 96) / 8).to(torch.float8_e4m3fn)
+        args = (some(rows, 96), weight, torch.rand(33))
+        calls.append(("fp8_linear", args, {"quantize": True}))
     for new in (2, 150):
         for size in (64, 100, 200):
             heads = some(1, 2, new, size), some(1, 1, new, size), some(1, 1, new, size)
             past = some(1, 1, 9, size), some(1, 1, 9, size)
-            calls.append(("cached_attention", (*heads, *past, None), {"scale": size**-0.5}))
+            options = {"scale": size**-0.5}
+            calls.append(("cached_attention", (*heads, *past, None), options))
+            if size == 200 and dtype == torch.float16:
+                at, table = torch.tensor([9]), torch.arange(11)[None].int()
+                pools = [some(11, 1, 16, size) for _ in "kv"]
+                calls.append(("paged_attention", (*heads, *pools, table, at), options))
+                held = [byte(1, 1, 160, size).view(torch.int8) for _ in "kv"]
+                scales = [torch.rand(1, 1, size) / 99, torch.rand(1, 1, 160, 1) / 99]
+                args = (*heads, *held, at, None, None, *scales)
+                calls.append(("static_attention", args, options))
     for name, args, kwargs in calls:
         got = kernel.call(name, *args, **kwargs)
         want = OPS[name].reference(*args, **kwargs)

@@ -141,6 +141,7 @@ assert kernel.load() is None
 for found in kernel.KERNELS.values():
     for one in found:
         importlib.import_module(one.launcher.__module__).launch = launch
+importlib.import_module("qopt.kernels.attention_cache").launch = launch
 
 def run(op, *args, **kwargs):
     for one in kernel.KERNELS[op]:
@@ -158,10 +159,24 @@ for width in (1, 41, 576):
     run("gated", half(2, width), half(2, width))
     run("softmax", half(2, width), torch.rand(2, width) < 0.5)
     run("rms_norm_linear", half(1, width), None, half(7, width), None, 1e-6)
+    run("linear_silu", half(1, width), half(8, width), None, True)
 turned = half(1, 9, 1, 64), half(1, 1, 1, 64)
 run("rotary_from_positions", *turned, torch.zeros(1, 1).long(), torch.rand(32))
-new, past = (half(1, 3, 1, 64) for _ in range(2)), (half(1, 3, 2100, 64) for _ in range(2))
+new = half(1, 3, 1, 64), half(1, 3, 1, 64)
+past = (half(1, 3, 2100, 64) for _ in range(2))
 run("cached_attention", turned[0], *new, *past, None, scale=0.1, softcap=2.0)
+buffers = half(1, 3, 1, 64), half(1, 3, 1, 64)
+run("static_attention", turned[0], *new, *buffers, torch.zeros(1).long(), None, scale=0.1)
+pools, lengths = (half(200, 3, 16, 64) for _ in range(2)), torch.zeros(1).long()
+run("paged_attention", turned[0], *new, *pools, torch.zeros(1, 200).int(), lengths, scale=0.1)
+pools = (byte(9, 3, 1, 64).view(torch.int8) for _ in range(2))
+scales = torch.rand(9, 3, 1, 1), torch.rand(3, 1, 64)
+run("paged_attention", turned[0], *new, *pools, torch.zeros(1, 9).int(), lengths, None, None,
+    *scales, scale=0.1, window=2, softcap=1.0)
+for width in (1, 41):
+    run("int8_linear", half(1, width), byte(1, width).view(torch.int8), torch.rand(1))
+    run("fp8_linear", half(1, width), half(3, width).to(torch.float8_e4m3fn), torch.rand(3),
+        quantize=width > 1)
 run("quantized_embedding", torch.tensor([1]), byte(4, 1, 16), half(4, 1), bits=4, width=30)
 run("quantized_linear", half(1, 64), byte(4, 2, 16), half(4, 2), bits=4)
 ids = torch.tensor([[0], [1], [1]])

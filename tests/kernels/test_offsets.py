@@ -41,6 +41,16 @@ calls = {
     ),
     "cached_attention": lambda: ((far(half(1, 2, 3, 8), 1), *[half(1, 2, 3, 8)] * 2, None, None,
         None), {"scale": 0.3}),
+    "static_attention": lambda: ((half(1, 2, 3, 8), far(half(1, 2, 3, 8), 1), half(1, 2, 3, 8),
+        far(half(1, 2, 5, 8), 1), far(half(1, 2, 5, 8), 1), torch.tensor([1]), None),
+        {"scale": 0.3}),
+    "paged_attention": lambda: ((half(1, 2, 3, 8), half(1, 2, 3, 8), far(half(1, 2, 3, 8), 1),
+        far(half(3, 2, 2, 8), 2), far(half(3, 2, 2, 8), 1), torch.tensor([[1, 0, 2]]).int(),
+        torch.tensor([2])), {"scale": 0.3}),
+    "int8_linear": lambda: ((far(half(2, 40), 0), far(byte(2, 40).view(torch.int8), 0),
+        torch.rand(2)), {}),
+    "fp8_linear": lambda: ((half(2, 40), far(half(2, 40).to(torch.float8_e5m2), 0),
+        torch.rand(2)), {}),
     "quantized_embedding": lambda: (
         (torch.tensor([1, 0]), far(byte(2, 1, 32), 0), half(2, 1)), {"bits": 8, "width": 30}
     ),

@@ -78,7 +78,7 @@ def test_the_reference(interpreter: Any, dtype: torch.dtype, case: Case) -> None
 
 
 @pytest.mark.parametrize("scales", ["token", "channel"])
-@pytest.mark.parametrize("case", CASES[2:7], ids=str)
+@pytest.mark.parametrize("case", [CASES[2], CASES[3], CASES[6]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_int8(interpreter: Any, dtype: torch.dtype, case: Case, scales: str) -> None:
     args, kwargs = case.arguments(dtype, scales)

@@ -74,7 +74,7 @@ def test_the_reference(interpreter: Any, dtype: torch.dtype, case: Case) -> None
 
 
 @pytest.mark.parametrize("scales", ["token", "channel"])
-@pytest.mark.parametrize("case", CASES[1:6:2] + CASES[2:3], ids=str)
+@pytest.mark.parametrize("case", [CASES[2], CASES[5]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_int8(interpreter: Any, dtype: torch.dtype, case: Case, scales: str) -> None:
     """What is written is rounded as the reference does, to the bit, with its scale a token."""
@@ -82,9 +82,10 @@ def test_int8(interpreter: Any, dtype: torch.dtype, case: Case, scales: str) -> 
     interpreter.agrees_in_place("static_attention", args, launches=2, reduced=REDUCED, **kwargs)
 
 
-@pytest.mark.parametrize("scales", [None, "token", "channel"])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("past", [5, 2046, 2600])
+@pytest.mark.parametrize(
+    ("scales", "masked"), [(None, False), (None, True), ("token", True), ("channel", False)]
+)
+@pytest.mark.parametrize("past", [5, 2600])
 def test_splits_follow_the_slots(
     interpreter: Any, scales: str | None, masked: bool, past: int
 ) -> None:
