@@ -48,13 +48,41 @@ def test_one_form_of_each_function_builds(arch: str) -> None:
     assert not faults
 
 
+def one_of_twins(arch: str) -> list[tuple[kernel.Kernel, Form]]:
+    """Every form, but of two that differ in fp16 and bf16 alone one, now this and now that."""
+    groups: dict[Any, list[tuple[kernel.Kernel, Form]]] = {}
+    for one, form in kernel_build.all_forms(arch):
+        types = tuple(kind.replace("bf16", "fp16") for _, kind in form.types)
+        twins = form.function, types, form.constants, form.warps, form.stages
+        groups.setdefault(twins, []).append((one, form))
+    return [group[i % len(group)] for i, group in enumerate(groups.values())]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_no_shipped_form_spills(arch: str) -> None:
-    faults = [
-        fault for one, form in kernel_build.all_forms(arch) if (fault := check(one, form, arch))
-    ]
-    assert not faults
+    """Twins are as wide as each other; `qopt kernels build` shows the spills of all."""
+    assert not [fault for one, form in one_of_twins(arch) if (fault := check(one, form, arch))]
+
+
+def test_twins_are_of_both_types() -> None:
+    taken, every = one_of_twins("sm_90"), list(kernel_build.all_forms("sm_90"))
+    assert len(every) * 0.6 < len(taken) < len(every) * 0.7
+    for half in ("*fp16", "*bf16"):
+        assert sum(half in (t for _, t in form.types) for _, form in taken) > len(taken) / 4
+    assert {form.function for _, form in taken} == {form.function for _, form in every}
+
+
+def test_files_have_names_of_their_own() -> None:
+    """Forms of one architecture lie in one folder."""
+    for arch in ARCHITECTURES:
+        names = [
+            kernel_build.Built(
+                "", "", arch, form, b"", "", "", 0, 0, kernel_build.Resources(0, 0, 0)
+            ).file
+            for _, form in kernel_build.all_forms(arch)
+        ]
+        assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize(("arch", "block"), [("sm_90", 16384), ("gfx942", 32768)])
