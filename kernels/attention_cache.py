@@ -16,6 +16,14 @@ HALVES = (torch.float16, torch.bfloat16)  # what int8 is widened to
 SIZES = (64, 128, 256)  # elements of a head that a tile holds
 
 
+def lacks(arch: str) -> str | None:
+    """What this Triton cannot compile for an architecture: 3.6 has a bug that 3.7 has not."""
+    old = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
+    if old and arch.startswith("gfx"):
+        return f"int8 caches: Triton {triton.__version__} cannot compile them for {arch}, 3.7 can"
+    return None
+
+
 @triton.jit
 def rounded(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """x / scale within ±127, to the nearest even."""
@@ -273,6 +281,8 @@ def unfit_cache(
             return reason
     if int8 and q.dtype not in HALVES:
         return f"{q.dtype} has no int8 cache: float16 or bfloat16".replace("torch.", "")
+    if int8 and torch.version.hip and lacks("gfx942") is not None:
+        return lacks("gfx942")
     held = [] if int8 else [key, value]
     laid = [key, value, key_scale, value_scale, *others]
     return unfit(*laid, same=[q, k, v, *held])

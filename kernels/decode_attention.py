@@ -204,8 +204,9 @@ def tile(
     if dtype == torch.float32:
         keys, warps = {64: (32, 4), 128: (16 if paged else 32, 8), 256: (16, 8)}[block]
     else:
-        narrow = block == 256 or (paged and not int8 and arch == "sm_80")
-        many = int8 and block > 64 and not arch.startswith("gfx")
+        tight = (("sm_80", 64), ("sm_80", 128), ("sm_90", 128))  # registers, with pages to look up
+        narrow = block == 256 or (paged and not int8 and (arch, block) in tight)
+        many = int8 and not arch.startswith("gfx") and (block > 64 or arch == "sm_90")
         keys, warps = (32 if narrow else 64), (8 if many else 4)
     return {
         "ROWS": ROWS,

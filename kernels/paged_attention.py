@@ -11,19 +11,19 @@ from qopt import ops
 from qopt.kernel import Form, kernel
 from qopt.kernels import decode_attention as decode
 from qopt.kernels import prefill_attention as prefill
-from qopt.kernels.attention_cache import Cache, unfit_cache, write, write_forms
+from qopt.kernels.attention_cache import Cache, lacks, unfit_cache, write, write_forms
 
 
 def decode_forms(arch: str) -> Iterator[Form]:
     """Every form that the launcher for few new tokens asks for."""
-    for int8 in (False, True):
+    for int8 in (False,) if lacks(arch) else (False, True):
         yield from decode.forms(arch, paged=True, int8=int8)
     yield from write_forms(paged=True)
 
 
 def prefill_forms(arch: str) -> Iterator[Form]:
     """Every form that the launcher for many new tokens asks for."""
-    for int8 in (False, True):
+    for int8 in (False,) if lacks(arch) else (False, True):
         yield from prefill.forms(arch, paged=True, int8=int8)
     yield from write_forms(paged=True)
 
@@ -120,7 +120,9 @@ def filled(
     return cache
 
 
-@kernel(ops.paged_attention, "triton-decode", refuses=refuses_decode, forms=decode_forms)
+@kernel(
+    ops.paged_attention, "triton-decode", refuses=refuses_decode, forms=decode_forms, lacks=lacks
+)
 def decode_paged(
     q: Tensor,
     k: Tensor | None,
@@ -147,7 +149,7 @@ def decode_paged(
     return y
 
 
-@kernel(ops.paged_attention, "triton-prefill", refuses=refuses, forms=prefill_forms)
+@kernel(ops.paged_attention, "triton-prefill", refuses=refuses, forms=prefill_forms, lacks=lacks)
 def prefill_paged(
     q: Tensor,
     k: Tensor | None,

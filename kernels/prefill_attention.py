@@ -154,6 +154,8 @@ def tile(
         queries, keys, warps = (64, 64, 4) if amd else (128, 64, 8)
         if int8 and block == 128 and not amd:
             queries = 64
+        elif paged and block == 128 and arch == "sm_80":
+            keys = 32
     return {
         "BLOCK_M": queries,
         "BLOCK_N": keys,

@@ -11,19 +11,19 @@ from qopt import ops
 from qopt.kernel import Form, kernel
 from qopt.kernels import decode_attention as decode
 from qopt.kernels import prefill_attention as prefill
-from qopt.kernels.attention_cache import Cache, unfit_cache, write, write_forms
+from qopt.kernels.attention_cache import Cache, lacks, unfit_cache, write, write_forms
 
 
 def decode_forms(arch: str) -> Iterator[Form]:
     """Every form that the launcher for few new tokens asks for."""
-    for int8 in (False, True):
+    for int8 in (False,) if lacks(arch) else (False, True):
         yield from decode.forms(arch, int8=int8)
     yield from write_forms(paged=False)
 
 
 def prefill_forms(arch: str) -> Iterator[Form]:
     """Every form that the launcher for many new tokens asks for."""
-    for int8 in (False, True):
+    for int8 in (False,) if lacks(arch) else (False, True):
         yield from prefill.forms(arch, int8=int8)
     yield from write_forms(paged=False)
 
@@ -107,7 +107,9 @@ def filled(
     return cache
 
 
-@kernel(ops.static_attention, "triton-decode", refuses=refuses_decode, forms=decode_forms)
+@kernel(
+    ops.static_attention, "triton-decode", refuses=refuses_decode, forms=decode_forms, lacks=lacks
+)
 def decode_static(
     q: Tensor,
     k: Tensor | None,
@@ -131,7 +133,7 @@ def decode_static(
     return y
 
 
-@kernel(ops.static_attention, "triton-prefill", refuses=refuses, forms=prefill_forms)
+@kernel(ops.static_attention, "triton-prefill", refuses=refuses, forms=prefill_forms, lacks=lacks)
 def prefill_static(
     q: Tensor,
     k: Tensor | None,

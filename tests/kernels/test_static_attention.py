@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from qopt import kernel
+
 
 @dataclass
 class Case:
@@ -165,3 +167,21 @@ def test_refuses(interpreter: Any) -> None:
     wide = {n: torch.zeros(2, 2, 2, 16) for n in "kv"} | {"q": torch.zeros(2, 4, 2, 16)}
     assert "float32 has no int8 cache" in told(**int8, **scales, **wide)
     assert "keys or values alone are int8" in told(key=int8["key"], key_scale=torch.zeros(2, 1, 16))
+
+
+def test_an_old_triton_has_no_int8_on_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    assert kernel.load() is None
+
+    def held(one: kernel.Kernel) -> set[str]:
+        return {t for form in one.forms("gfx942") for name, t in form.types if name == "k_ptr"}
+
+    for one in kernel.KERNELS["static_attention"]:
+        monkeypatch.setattr(triton, "__version__", "3.7.0")
+        assert "*i8" in held(one)
+        assert one.lacks("gfx942") is None
+        monkeypatch.setattr(triton, "__version__", "3.6.0")
+        assert "*i8" not in held(one)
+        assert "Triton 3.6.0 cannot compile them" in (one.lacks("gfx942") or "")
+        assert one.lacks("sm_90") is None
