@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qopt.kernel import FLOATS, Form, forms_of, launch, unfit
+from qopt.kernel import FLOATS, HALVES, Form, forms_of, launch, unfit
 
-HALVES = (torch.float16, torch.bfloat16)  # what int8 is widened to
 SIZES = (64, 128, 256)  # elements of a head that a tile holds
 
 
