@@ -78,7 +78,7 @@ def write_onnx(
         written.data_size, written.data_hash = stored.size, stored.sha256
         written.shared = stored.shared
     ir.save(model, folder / "model.onnx")
-    if target.name == onnx_cuda.TARGET:
+    if target.name in (onnx_cuda.TARGET, onnx_kernels.TARGET):
         written.notes += onnx_cuda.after_writing(folder / "model.onnx", written.batched_chunks)
     if target.name == onnx_kernels.TARGET:
         calls = [n for n in graph.nodes if n in builder.values and onnx_kernels.is_call(n)]
