@@ -148,7 +148,7 @@ def tile(
     if dtype == torch.float32:
         queries, keys, warps = (16 if block == 256 or paged else 32), 32, 8
     elif block == 256:
-        low = {"sm_80": (32, 32, 4), "gfx942": (32, 16, 8) if int8 else (64, 32, 8)}
+        low = {"sm_80": (32, 32, 4), "gfx942": (32, 16, 4) if int8 else (64, 32, 8)}
         queries, keys, warps = low.get(arch, (64, 32, 4 if arch == "sm_100" and not int8 else 8))
     else:
         queries, keys, warps = (64, 64, 4) if amd else (128, 64, 8)
