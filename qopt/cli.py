@@ -492,7 +492,10 @@ def kernels_build_command(state: State, arch: str, out: Path, op: str | None) ->
 def kernels_bench_command(state: State, /, check: bool, out: Path | None, **options: Any) -> None:
     """Check and time each kernel on the GPU, against torch, torch.compile and Liger-Kernel."""
     from qopt import kernel_bench
+    from qopt.kernel_build import make_folder
 
+    if out is not None:
+        make_folder(out)  # or minutes of timing would be lost
     with state.progress().step("timing") as advance:
         result = kernel_bench.bench(step=lambda _: advance(1), **options)
     if out is not None:

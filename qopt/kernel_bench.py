@@ -23,6 +23,7 @@ from torch import Tensor
 
 from qopt import kernel
 from qopt.errors import GateError, LimitError, UsageError
+from qopt.kernel_build import make_folder
 from qopt.kernel_cases import Arguments, Case, Peer, cases
 from qopt.ops import OPS
 from qopt.recipe import did_you_mean
@@ -438,7 +439,7 @@ def _versions() -> dict[str, str]:
 
 def write(result: KernelBench, folder: Path) -> list[str]:
     """Write the figures as JSON and, where there are some, a plot; returns what could not be."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     (folder / JSON_FILE).write_text(json.dumps(result.to_dict(), indent=1) + "\n")
     if not any(row.seconds for row in result.rows):
         return ["no plot: there is nothing to show"]

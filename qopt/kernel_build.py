@@ -7,11 +7,14 @@ by the cuobjdump in the Triton wheel, from an hsaco out of the notes of its ELF 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import struct
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,9 +187,6 @@ def build(
             f"no kernel of op {only!r}{did_you_mean(only, kernel.KERNELS)}",
             todo="`qopt kernels` lists them",
         )
-    if folder.exists() and any(folder.iterdir()) and not (folder / INDEX).is_file():
-        raise UsageError("the folder holds other files", where=str(folder), todo="name another")
-    folder.mkdir(parents=True, exist_ok=True)
     entries = []
     left_out = [
         {"op": name, "kernel": one.name, "why": why}
@@ -195,13 +195,67 @@ def build(
         for one in kernel.KERNELS[name]
         if (why := one.lacks(arch)) is not None
     ]
-    for one, form in all_forms(arch, only):
-        built = compile_form(one, form, arch)
-        step(built.file)
-        (folder / built.file).write_bytes(built.binary)
-        entries.append(built.entry())
-    write_index(folder, arch, entries, left_out)
+    with replaced(folder) as new:
+        for one, form in all_forms(arch, only):
+            built = compile_form(one, form, arch)
+            step(built.file)
+            (new / built.file).write_bytes(built.binary)
+            entries.append(built.entry())
+        write_index(new, arch, entries, left_out)
     return Report(arch, str(folder), entries, left_out)
+
+
+@contextmanager
+def replaced(folder: Path) -> Iterator[Path]:
+    """An empty folder beside `folder`, which takes its place in the end, or is removed.
+
+    Binaries of another architecture or op would stay there beside an index that knows none of them.
+    """
+    place = Path(os.path.realpath(folder))
+    refuse_foreign(place)
+    if not place.is_dir() and place.exists():
+        raise UsageError(f"{place} is a file", todo="choose another output folder")
+    new = place.with_name(f".{place.name}.tmp-{os.getpid()}")
+    make_folder(new)
+    try:
+        yield new
+        if place.exists():
+            shutil.rmtree(place)
+        new.rename(place)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Refuse a folder that holds what `build` did not write."""
+    if not folder.is_dir():
+        return
+    there = {path.name for path in folder.iterdir()}
+    try:
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        own = {INDEX, *(entry["file"] for entry in index["kernels"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        own = set()
+    if foreign := sorted(there - own):
+        raise UsageError(
+            "the folder holds other files",
+            where=str(folder),
+            why=f"{', '.join(foreign[:3])}: replacing it would delete them",
+            todo="name another",
+        )
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder that the user named."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
+        raise UsageError(
+            "no folder can be made there",
+            where=str(folder.parent),
+            why=error.strerror,
+            todo="choose another output folder",
+        ) from None
 
 
 def write_index(

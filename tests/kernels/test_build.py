@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from qopt import kernel, kernel_build
-from qopt.cli import State, cli
+from qopt.cli import State, cli, main
 from qopt.errors import UnsupportedError, UsageError
 from qopt.kernel import ARCHITECTURES, Form
 
@@ -118,6 +118,38 @@ def test_the_folder(tmp_path: Path) -> None:
     kernel_build.build("sm_90", out, "gated")
     assert {p.name: p.read_bytes() for p in out.iterdir()} == first, "the same bytes each time"
     assert not any(os.fsencode(Path.cwd()) in data for data in first.values())
+
+
+def test_a_folder_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "new" / "cubins"
+    kernel_build.build("sm_90", out, "gated")
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+
+    def interrupted(file: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        kernel_build.build("sm_80", out, "gated", interrupted)
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+    assert list(out.parent.iterdir()) == [out]
+    kernel_build.build("sm_80", out, "softmax")
+    names = {p.name for p in out.iterdir()}
+    assert not [name for name in names if name.startswith("gated")], "nothing of the build before"
+    (out / "mine.txt").touch()
+    with pytest.raises(UsageError, match="holds other files"):
+        kernel_build.build("sm_80", out, "softmax")
+    assert {p.name for p in out.iterdir()} == {*names, "mine.txt"}
+
+
+@pytest.mark.parametrize("command", [["build", "--arch", "sm_90", "--op", "gated"], ["bench"]])
+@pytest.mark.parametrize("where", ["file", "file/new", "/proc/new"])
+def test_where_no_folder_can_be(
+    command: list[str], where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["kernels", *command, "-o", str(tmp_path / where)]) == 2
+    told = capsys.readouterr().err
+    assert "no folder can be made there" in told or "is a file" in told
 
 
 def test_the_listing() -> None:
