@@ -23,6 +23,7 @@ from qopt.emit.torchscript import KERNEL_OPS
 from qopt.errors import UsageError
 from qopt.final_check import verify
 from qopt.runtime.generate import load
+from qopt.runtime.torchscript import ELSEWHERE
 
 Tiny = Callable[..., tuple[Path, Any]]
 
@@ -171,6 +172,9 @@ def test_portable_loads_in_plain_torch(tiny: Tiny, tmp_path: Path) -> None:
     with torch.no_grad():
         want = model(torch.tensor([[5, 9, 11]])).logits[0, -1].argmax().item()
     assert plain(tmp_path / "out").stdout.strip() == str(want)
+    if not torch.cuda.is_available():  # it has no kernels that could have been left out
+        assert load(tmp_path / "out").session.told() == [ELSEWHERE]
+        assert [note for note in result.notes if "GPU" in note] == [ELSEWHERE]
 
 
 def test_without_portable_it_needs_qopt(tiny: Tiny, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from qopt.runtime.cache import Cache
 
 FILE = "model.pt"
+ELSEWHERE = "the script was run on the CPU: there is no GPU"
 
 
 class TorchTensor:
@@ -40,8 +41,10 @@ class TorchSession:
         manifest = artifact.manifest
         self.kernels = manifest.target == "torchscript-cuda"
         self.device = "cuda" if self.kernels and torch.cuda.is_available() else "cpu"
+        self.elsewhere = self.kernels and self.device == "cpu"
         self._missing = registered(self.device) if self.kernels else None
         self._module = loaded(artifact.folder / FILE, self.device)
+        self.kernels &= calls_kernels(self._module)
         self.inputs = {s.name: Spec(s.dtype, tuple(s.shape)) for s in manifest.inputs}
         self.outputs = {s.name: Spec(s.dtype, tuple(s.shape)) for s in manifest.outputs}
 
@@ -52,9 +55,9 @@ class TorchSession:
         return {name: TorchTensor(made).numpy() for name, made in self._call(given).items()}
 
     def told(self) -> list[str]:
-        """How the ops of qopt's own ran until now."""
+        """How the ops of qopt's own ran until now, and whether what is for a GPU ran there."""
         if not self.kernels:
-            return []
+            return [ELSEWHERE] if self.elsewhere else []
         from qopt.kernel import choices
 
         if self._missing is not None:
@@ -113,6 +116,11 @@ def registered(device: str) -> str | None:
     if kernel.interpreting():
         return kernel.install("CPU")
     return kernel.missing() or "there is no GPU"
+
+
+def calls_kernels(module: Any) -> bool:
+    """Whether a script has ops of qopt's own; a portable one has none."""
+    return any(node.kind().startswith("qopt::") for node in module.inlined_graph.nodes())
 
 
 def loaded(path: Path, device: str = "cpu") -> Any:
