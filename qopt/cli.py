@@ -85,7 +85,23 @@ def _common(function: Function) -> Function:
     return function
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def _end_unread() -> int:
+    """End well: the reader of stdout, say `head`, has seen enough."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+class _Group(click.Group):
+    """A group that ends well without a reader, where click itself exits with 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            return _end_unread()
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="qopt")
 @_common
 def cli() -> None:
@@ -578,9 +594,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = cli.main(arguments, prog_name="qopt", standalone_mode=False, obj=state)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
-    except BrokenPipeError:  # the reader, say `head`, has seen enough; click handles the rest
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:
+        return _end_unread()
     except Exception as error:
         if isinstance(error, click.UsageError):  # parsing ended there: a flag may stand behind it
             state.json |= "--json" in given
@@ -602,12 +617,19 @@ def _tell(error: Exception, state: State) -> int:
     known = _known(error)
     if known is None:
         click.echo(BUG.format(error=_one_line(error), version=__version__), err=True)
-    elif state.json:
-        parts = {part: getattr(known, part) for part in ("what", "where", "why", "todo")}
-        click.echo(json.dumps({"error": parts | {"exit_code": known.exit_code}}, indent=2))
-    else:
+    elif not state.json or not _told_as_json(known):
         click.echo(f"error: {known}", err=True)
     return 1 if known is None else known.exit_code
+
+
+def _told_as_json(error: QoptError) -> bool:
+    """Print an error on stdout; False where that is what is full."""
+    parts = {part: getattr(error, part) for part in ("what", "where", "why", "todo")}
+    try:
+        click.echo(json.dumps({"error": parts | {"exit_code": error.exit_code}}, indent=2))
+    except OSError:
+        return False
+    return True
 
 
 def _known(error: Exception) -> QoptError | None:

@@ -260,6 +260,23 @@ def test_a_reader_that_goes_away_is_no_bug() -> None:
     assert result.stderr == b""
 
 
+def run_passes(arguments: str, end: str) -> subprocess.CompletedProcess[bytes]:
+    """`qopt passes`, unbuffered: printing fails, where else the flush in the end would."""
+    command = f"{sys.executable} -um qopt passes {arguments} {end}"
+    return subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True)
+
+
+def test_a_reader_that_goes_away_while_it_prints_is_no_failure() -> None:
+    done = run_passes("--markdown", "| true")
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_full_stdout_is_told_on_stderr() -> None:
+    done = run_passes("--json", "> /dev/full")
+    assert done.returncode == 6
+    assert done.stderr.startswith(b"error: no space left")
+
+
 # --- commands --------------------------------------------------------------------------------
 
 
