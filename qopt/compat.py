@@ -262,21 +262,23 @@ def gguf_names(model: PreTrainedModel, processor: Any) -> dict[str, str]:
 
 def load_original(folder: Path, attention: str = "eager", **options: Any) -> Any:
     """The model as transformers itself loads it, in fp32: no network, no remote code, no bar."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, modeling_gguf_pytorch_utils
     from transformers.utils import logging
 
     quiet: Any = logging  # transformers leaves these without types
     quiet.set_verbosity_error()
     quiet.disable_progress_bar()
     factory: Any = AutoModelForCausalLM
-    return factory.from_pretrained(
-        folder,
-        dtype=torch.float32,
-        attn_implementation=attention,
-        local_files_only=True,
-        trust_remote_code=False,
-        **options,
-    ).eval()
+    bar: Any = modeling_gguf_pytorch_utils  # its bar does not ask transformers' own switch
+    with patch.object(bar, "tqdm", partial(bar.tqdm, disable=True)):
+        return factory.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            local_files_only=True,
+            trust_remote_code=False,
+            **options,
+        ).eval()
 
 
 # Capture -------------------------------------------------------------------------------------

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from qopt import bench as bench_module
 from qopt.bench import Bench, Speeds, bench, open_engine, time_once
+from qopt.compat import load_original
 from qopt.errors import UsageError
 
 Build = Callable[..., Any]
@@ -135,3 +137,18 @@ def test_bad_input(tiny: Build, tmp_path: Path) -> None:
         bench(folder, rounds=0)
     with pytest.raises(UsageError, match=r"90 \+ 10 tokens exceed the context of 96"):
         bench(folder, prompt=90, new=10)
+
+
+def test_loading_a_gguf_file_shows_no_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM, modeling_gguf_pytorch_utils
+
+    def read(*_: Any, **__: Any) -> torch.nn.Module:
+        reader: Any = modeling_gguf_pytorch_utils
+        list(reader.tqdm([1, 2]))
+        return torch.nn.Identity()
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
+    load_original(tmp_path, gguf_file="model.gguf")
+    assert capsys.readouterr().err == ""
