@@ -37,6 +37,7 @@ class WidenResidual(Pass):
     """
 
     name = "widen-residual"
+    rerounds = True
     after = ("fuse-add-rms-norm",)
 
     fp16: bool = False  # widen the sums of fp16 too

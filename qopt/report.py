@@ -113,8 +113,13 @@ class Report:
 
 
 def joined(checks: Sequence[CheckRow]) -> list[CheckRow]:
-    """The checks after passes that passed as one row, with the largest of their figures."""
+    """The checks after passes that passed as one row, with the largest of their figures.
+
+    One with wider limits stands by itself.
+    """
     after = [row for row in checks if row.probe.startswith("after ") and row.passed]
+    least = min((row.limits["max"] for row in after), default=0.0)
+    after = [row for row in after if row.limits["max"] < 2 * least]  # they move with the logits
     if len(after) < 2:
         return list(checks)
     figures = {name: max(row.figures[name] for row in after) for name in after[0].figures}

@@ -39,13 +39,15 @@ class PassError(QoptError):
 class Pass:
     """A rewrite of a graph, in place. A subclass registers by existing; its fields are its options.
 
-    `exact`: the numbers must not change. `after`: passes that, where both are in a recipe, run
+    `exact`: the numbers must not change. `rerounds`: it is exact but for roundings to half
+    precision, which it moves. `after`: passes that, where both are in a recipe, run
     before this one. `requires`: passes that must have run. `expect` (option of every pass): the
     number of rewrites, or `all` where every candidate must be rewritten.
     """
 
     name: ClassVar[str] = ""
     exact: ClassVar[bool] = True
+    rerounds: ClassVar[bool] = False
     after: ClassVar[tuple[str, ...]] = ()
     requires: ClassVar[tuple[str, ...]] = ()
 

@@ -11,14 +11,17 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import torch
 
 from qopt.artifact import Artifact, read_manifest
-from qopt.check import LIMITS, MAX_KL, Verification, judge
+from qopt.check import LIMITS, MAX_KL, GraphCheck, Verification, judge
 from qopt.cli import main
 from qopt.compile import compile
 from qopt.errors import GateError, ResourceError, UsageError
 from qopt.final_check import Checker, Job, probe_tokens, run_job, verify
-from qopt.report import CheckRow
+from qopt.graph import Graph
+from qopt.report import CheckRow, joined
+from qopt.rewrite import PASSES, PassRecord
 
 Compiled = Callable[..., Path]
 Tiny = Callable[..., tuple[Path, Any]]
@@ -407,3 +410,32 @@ def test_verify_finds_a_missing_end(whole: Path, tmp_path: Path) -> None:
     (out / "model.onnx.data").write_bytes(data[:-4])
     with pytest.raises(UsageError, match="truncated"):
         verify(out)
+
+
+# --- the graph after each pass ---------------------------------------------------------------
+
+
+def test_a_pass_that_moves_roundings_is_held_to_both_sides_error(
+    captured: Callable[..., Graph],
+) -> None:
+    """As widen-residual on SmolLM2: 0.117 apart in fp16, either side 0.08 from the model."""
+    graph = captured("llama", torch.float16)
+    check = GraphCheck(graph, 0)
+    check.want = [want + 1.8 * LIMITS["float16"] for want in check.want]
+    record = PassRecord("a pass", 1, 0, 0, 0.0)
+    with pytest.raises(GateError, match="pass eliminate-dead-code changes"):
+        check(PASSES["eliminate-dead-code"](), graph, record)
+    widen = PASSES["widen-residual"]()
+    assert check(widen, graph, record)
+    row = check(PASSES["eliminate-dead-code"](), graph, record)
+    assert row is not None, "what it left is the reference now"
+    assert row.figures["max"] == 0
+    rows = [
+        CheckRow("after widen-residual", row.figures, {"max": 4.0}, True),
+        CheckRow("after a", row.figures, {"max": 1.0}, True),
+        CheckRow("after b", row.figures, {"max": 1.0}, True),
+    ]
+    assert [r.probe for r in joined(rows)] == ["after each of 2 passes", "after widen-residual"]
+    check.want = [want + 10 * LIMITS["float16"] for want in check.want]
+    with pytest.raises(GateError, match="pass widen-residual changes"):
+        check(widen, graph, record)

@@ -185,3 +185,11 @@ def test_perplexity_equals_transformers(baseline: Path, reference: Any, tokenize
         losses.append(float(loss))
     want = math.exp(sum(losses) / (windows * (length - 1)))
     assert got == pytest.approx(want, rel=5e-4)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_the_recipe_for_cuda_passes_its_check(model: Path, dtype: str, tmp_path: Path) -> None:
+    """`widen-residual` moves the logits by twice the limit of either side."""
+    out = tmp_path / "out"
+    result = qopt.compile(str(model), "low-latency-cuda", out, target="onnx-cuda", dtype=dtype)
+    assert all(row.passed for row in result.report.checks)
