@@ -116,7 +116,7 @@ def compile(
             check="off" if no_weights else check,
         )
         refuse_unknown(explain, chosen)
-        place = find_target(chosen.target, chosen.portable)
+        place = find_target(chosen.target, chosen.portable, bool(chosen.architectures))
         limit = choose_opset(place, chosen.opset)
     with progress.step("opening the model"):
         source = open_source(

@@ -105,14 +105,20 @@ DTYPES = {
 }
 
 
-def find_target(name: str, portable: bool = False) -> Target:
+def find_target(name: str, portable: bool = False, kernels: bool = False) -> Target:
     """Look a target up; an unknown one is refused with the list.
 
-    `portable` leaves out ops that only qopt registers.
+    `portable` leaves out ops that only qopt registers; `kernels`: architectures are named for them.
     """
     if portable and name != "torchscript-cuda":
         raise UsageError(
             f"portable: is for torchscript-cuda, not {name}", todo="leave it out: the others are"
+        )
+    if kernels and name in TARGETS and name != "onnx-cuda-triton":
+        raise UsageError(
+            f"--arch is for onnx-cuda-triton, not {name}",
+            why="kernels are compiled into no other artifact",
+            todo="leave it out (in a recipe: `architectures`)",
         )
     if name in TARGETS:
         return replace(TARGETS[name], contrib=TARGETS[name].contrib and not portable)

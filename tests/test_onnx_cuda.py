@@ -329,3 +329,18 @@ def test_smollm2(target: str, dtype: str, tmp_path: Path) -> None:
         [{"role": "user", "content": "What is the capital of France?"}], temperature=0
     )
     assert "Paris" in answer.text
+
+
+@pytest.mark.parametrize("target", ["onnx-cuda", "torchscript-cuda"])
+def test_architectures_are_for_the_target_that_holds_kernels(
+    target: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=f"--arch is for onnx-cuda-triton, not {target}"):
+        compile(
+            str(tiny("llama")[0]),
+            "baseline",
+            tmp_path / "o",
+            target=target,
+            architectures=["sm_90"],
+        )
+    assert not (tmp_path / "o").exists()
