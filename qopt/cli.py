@@ -160,6 +160,7 @@ _plugins = click.option(
 @click.option("--opset", type=int, help="ONNX opset; default: the oldest that the ops need.")
 @click.option("--logits", type=click.Choice(["last", "all"]))
 @click.option("--check", type=click.Choice(["every-pass", "final", "off"]))
+@click.option("--text", type=_path, help="Calibration text, .txt or .jsonl; default: the model's.")
 @click.option("--set", "sets", multiple=True, metavar="PASS.OPTION=VALUE", help="Set an option.")
 @click.option("--add", multiple=True, metavar="PASS", help="Run one more pass.")
 @click.option("--skip", multiple=True, metavar="PASS", help="Leave out a pass.")

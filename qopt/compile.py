@@ -26,13 +26,14 @@ from qopt.artifact import (
     write_log,
     write_sidecars,
 )
+from qopt.calibration import calibration, read_text
 from qopt.check import GraphCheck, Verification
 from qopt.errors import GateError, UnsupportedError, UsageError
 from qopt.final_check import Checker, Job
 from qopt.gates import hold, measured, refuse_impossible
 from qopt.memory import CHECKER, COMPILER, Plan, Weights, memory_budget, plan, weights_of_source
 from qopt.named import plugin_file, refuse_adapter, refuse_dump, refuse_model
-from qopt.recipe import Gate, Recipe, refuse_damaged
+from qopt.recipe import Gate, Recipe, pass_options, refuse_damaged
 from qopt.report import LoweringRow, PassRow, Progress, Report, as_json
 from qopt.target import choose_dtype, choose_opset, find_target, short_name
 
@@ -66,6 +67,7 @@ def compile(
     opset: int | str | None = None,
     logits: str | None = None,
     check: str | None = None,
+    text: str | Path | None = None,
     sets: Sequence[str] = (),
     add: Sequence[str] = (),
     skip: Sequence[str] = (),
@@ -115,6 +117,7 @@ def compile(
             logits=logits,
             check="off" if no_weights else check,
         )
+        chosen = with_text(chosen, text)
         refuse_unknown(explain, chosen)
         place = find_target(chosen.target, chosen.portable, bool(chosen.architectures))
         limit = choose_opset(place, chosen.opset)
@@ -158,7 +161,11 @@ def compile(
             graph = capture(source, element)
             report.notes += source.notes[known:]  # what came to light as the weights were bound
         with progress.step("rewriting"):
+            graph.calibration = calibration(
+                chosen.calibration, source, lambda: capture(source, element)
+            )
             passes = configured(chosen, rewrite.PASSES)
+            given = [dict(vars(item)) for item, _ in passes]
             room = max(0, budget - COMPILER - CHECKER) // 2
             watch = Watch(report, graph if chosen.check == "every-pass" else None, room)
             manager = rewrite.PassManager(
@@ -173,6 +180,7 @@ def compile(
             finally:
                 watch.check = None  # it keeps evaluated weights
                 report.passes = [pass_row(record) for record in manager.records]
+            chosen = settled(chosen, passes, given)
         with progress.step("writing", size or None) as advance:
             counted = Counted(advance)
             if place.format == "torchscript":
@@ -282,6 +290,28 @@ def configured(recipe: Recipe, registry: Any) -> list[tuple[Any, Any]]:
         if entry.name == "last-token-logits":
             entry.options["keep"] = 0 if recipe.logits == "all" else 1
     return recipe.instances(registry)
+
+
+def with_text(recipe: Recipe, text: str | Path | None) -> Recipe:
+    """The recipe with `--text` in it; a file that holds no text is refused before any work."""
+    if text is None:
+        return recipe
+    read_text(Path(text))
+    return recipe.replace(
+        calibration=recipe.calibration.model_copy(update={"text": str(text)}),
+    )
+
+
+def settled(
+    recipe: Recipe, passes: Sequence[tuple[Any, Any]], given: Sequence[dict[str, Any]]
+) -> Recipe:
+    """The recipe with the options that passes chose for themselves, so that it replays them."""
+    entries = []
+    for entry, (item, _), before in zip(recipe.passes, passes, given, strict=True):
+        names = pass_options(type(item))
+        chosen = {n: vars(item)[n] for n in names if vars(item)[n] != before[n]}
+        entries.append(entry.model_copy(update={"options": entry.options | chosen}))
+    return recipe.replace(passes=entries)
 
 
 def pass_row(record: PassRecord) -> PassRow:

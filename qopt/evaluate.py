@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qopt.artifact import MANIFEST, Artifact
+from qopt.calibration import read_text
 from qopt.errors import UsageError
 from qopt.memory import Plan, memory_budget, plan, weights_of_artifact
 from qopt.report import Table
@@ -83,7 +84,7 @@ def evaluate(
     captured graph then stands for it. `device`: `cpu` or `cuda`, default the artifact's target's.
     """
     subject = artifact if isinstance(artifact, Model) else Artifact.load(artifact)
-    text = _read(Path(text_file))
+    text = read_text(Path(text_file))
     memory = Plan()
     if against is not None and not isinstance(artifact, Model):
         memory = plan(
@@ -128,7 +129,7 @@ def evaluate(
 def count_windows(artifact: str | Path | Model, text_file: str | Path, length: int) -> int:
     """How many whole windows of `length` tokens a text has."""
     subject = artifact if isinstance(artifact, Model) else Artifact.load(artifact)
-    tokens = len(Tokenizer(subject.folder).encode(_read(Path(text_file)), special=False))
+    tokens = len(Tokenizer(subject.folder).encode(read_text(Path(text_file)), special=False))
     if tokens < length:
         raise _too_short(tokens, length)
     return tokens // length
@@ -139,22 +140,6 @@ def _too_short(tokens: int, length: int) -> UsageError:
         f"the text has {tokens} tokens, less than one window of {length}",
         todo="give a longer text, or shorter windows with --length",
     )
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            "the text is not UTF-8", where=str(path), why=str(error), todo="save it as UTF-8"
-        ) from None
-    except OSError as error:
-        raise UsageError(
-            "cannot read the text",
-            where=str(path),
-            why=error.strerror,
-            todo="give --text a file that you may read",
-        ) from None
 
 
 def _windows(subject: Model | Artifact, text: str, windows: int, length: int, first: int) -> Array:

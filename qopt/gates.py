@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qopt.calibration import first_held_back
 from qopt.errors import GateError, LimitError, UnsupportedError, UsageError
 from qopt.recipe import Gate, Limits, Recipe, percent, size_in_bytes
 from qopt.report import CheckRow
@@ -14,9 +15,6 @@ from qopt.target import find_target
 if TYPE_CHECKING:
     from qopt.sources import ModelSource
 
-HELD_BACK = (
-    0.2  # the share of a text's windows, at its end, that gates see and calibration does not
-)
 PROMPT, NEW, ROUNDS = 512, 32, 3  # of the measurement behind a limit on milliseconds
 
 
@@ -98,7 +96,7 @@ def quality(
 
     text, length = Path(recipe.calibration.text), recipe.calibration.length
     total = count_windows(artifact, text, length)
-    first = min(int(total * (1 - HELD_BACK)), total - 1)
+    first = first_held_back(total)
     found = evaluate(
         artifact,
         text,

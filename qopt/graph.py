@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 import torch
@@ -18,6 +18,9 @@ from qopt.errors import QoptError
 from qopt.info import ModelInfo
 from qopt.ops import OPS
 from qopt.weights import LazyWeight, equal_weights
+
+if TYPE_CHECKING:
+    from qopt.calibration import Calibration
 
 ATTENTION = OPS["attention"].target
 CACHED_ATTENTION = OPS["cached_attention"].target
@@ -44,6 +47,7 @@ class Graph:
     outputs: list[str]
     defaults: dict[str, Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    calibration: Calibration | None = None  # the text that passes which search or measure see
 
     @property
     def fx(self) -> fx.Graph:
