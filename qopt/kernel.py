@@ -131,7 +131,7 @@ def missing() -> str | None:
 
 @cache
 def load() -> str | None:
-    """Import every file in `kernels/`; returns why that cannot be, or None."""
+    """Import every file in `qopt/kernels/`; returns why that cannot be, or None."""
     reason = missing()
     if reason is None:
         package = importlib.import_module("qopt.kernels")

@@ -25,7 +25,7 @@ def test_the_wheel_lists_every_folder_of_code() -> None:
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     homes = tool["package-dir"]
     listed = {homes.get(name, name.replace(".", "/")) for name in tool["packages"]}
-    tops = ("qopt", "passes", "kernels", "recipes")
+    tops = ("qopt", "passes", "recipes")
     folders = {
         path.parent.relative_to(ROOT).as_posix()
         for top in tops
@@ -34,11 +34,9 @@ def test_the_wheel_lists_every_folder_of_code() -> None:
     assert listed == folders
 
 
-def test_only_docstrings_where_an_import_would_be_a_trap() -> None:
-    # transformers imports the package `kernels` of Hugging Face, and may find this folder
-    body = ast.parse((ROOT / "kernels" / "__init__.py").read_text()).body
-    assert len(body) == 1
-    assert ast.get_docstring(ast.Module(body, []))
+def test_no_folder_hides_a_package_that_others_import() -> None:
+    # `python -m` puts the working directory first, and transformers imports a package `kernels`
+    assert not (ROOT / "kernels").exists()
     assert not list((ROOT / "tests").rglob("__init__.py"))
 
 
@@ -121,10 +119,11 @@ def imports_of(path: Path) -> list[tuple[str, str]]:
 def test_arrows_point_inward() -> None:
     for path in (ROOT / "qopt").rglob("*.py"):
         for _, name in imports_of(path):
-            assert not name.startswith(("qopt.passes", "qopt.kernels", "passes", "kernels.")), path
+            if path.parent.name != "kernels":
+                assert not name.startswith(("qopt.passes", "qopt.kernels", "passes")), path
     for path in PASS_FILES:
         for _, name in imports_of(path):
-            assert not name.startswith(("passes", "kernels")), path
+            assert not name.startswith(("passes", "qopt.kernels")), path
 
 
 @pytest.mark.parametrize("module", ["qopt", "qopt.cli", "qopt.runtime", "qopt.artifact"])

@@ -11,9 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qopt import ops
-from qopt.kernel import FLOATS, Form, architecture, forms_of, kernel, launch, unfit
+from qopt.kernel import FLOATS, HALVES, Form, architecture, forms_of, kernel, launch, unfit
 from qopt.kernels.attention_cache import (
-    HALVES,
     POINTERS,
     SIZES,
     Cache,
