@@ -6,6 +6,7 @@ Patterns are put through the same rules, so a pattern and a model cannot differ 
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable
 from functools import partial
 from operator import is_not
@@ -536,9 +537,16 @@ def linear_in_place(graph: Graph, node: fx.Node) -> fx.Node | None:
 
 @rule(operator.getitem)
 def pick(graph: Graph, node: fx.Node) -> fx.Node | None:
-    """A piece of a split into one is the whole."""
-    source = node.args[0]
-    if not isinstance(source, fx.Node) or source.target is not aten.split_with_sizes.default:
+    """A piece of a split into one is the whole; one between given places is a slice."""
+    source, index = node.args
+    if not isinstance(source, fx.Node):
+        return None
+    if source.target is aten.tensor_split.indices:
+        whole, places = source.args[:2]
+        ends: list[Any] = [0, *places, sys.maxsize]  # type: ignore[misc]
+        dim = argument(source, 2, "dim", 0)
+        return graph.call(aten.slice.Tensor, whole, dim, *ends[index : index + 2])  # type: ignore
+    if source.target is not aten.split_with_sizes.default:
         return None
     return as_node(source.args[0]) if len(source.args[1]) == 1 else None  # type: ignore[arg-type]
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import UserError
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     FakeTensorMode,
@@ -357,13 +358,15 @@ class ExplicitStep(nn.Module):
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]], list[Tensor]]:
         """Trace the model over (B, S) ids and a past of (B, heads, P, size) a layer."""
         tokens = past[0][0].shape[2] if past else attention_mask.shape[1] - input_ids.shape[1]
-        recording = Recording(tokens, attention_mask)
+        # A model without attention multiplies its new tokens alone with the mask.
+        mask = attention_mask if past else attention_mask[:, tokens:]
+        recording = Recording(tokens, mask)
         held = dict(zip(self.kept.layers, past, strict=True))
         cache = ExplicitCache(
             recording, self.layers, held, dict(zip(self.kept.states, states, strict=True))
         )
         logits = call_model(
-            self.model, input_ids, attention_mask, position_ids if self.positions else None, cache
+            self.model, input_ids, mask, position_ids if self.positions else None, cache
         )
         missing = [n for n in held if n not in recording.updates]
         missing += [n for n, _ in self.kept.states.keys() - cache.new_states.keys()]
@@ -489,6 +492,12 @@ def second_road(model: PreTrainedModel, config: Any, dtype: torch.dtype, positio
             raise
         # One chunk, of which this graph knows nothing, is what the check's probes run.
         return guarded(LONG, LONG, None)
+    except UserError as error:
+        if not kept.states or "specialized" not in str(error):
+            raise
+        raise DoesNotFit(
+            "the code that updates the recurrent state loops over the tokens"
+        ) from None  # the reason of a road is that of the first cause
 
 
 def explicit_program(
@@ -534,6 +543,13 @@ def explicit_graph(program: ExportedProgram, kept: Kept) -> Graph:
     names = ["logits", *kept.names("present", "present")]
     graph = graph_of(program, info, fake_mode_of(program), names)
     rename_inputs(graph, kept.names("past", "past_key_values"))
+    unread = [
+        str(name)
+        for node in graph.inputs
+        if not node.users and (name := node.meta.get("input", "")).startswith("past_state.")
+    ]
+    if unread:  # the scan of mamba starts anew whenever a call has more than one token
+        raise DoesNotFit(f"the model's code does not read its recurrent state {unread[0]}")
     return graph
 
 

@@ -48,6 +48,14 @@ class NoStates:
     get_conv_state = get_recurrent_state = has_previous_state = _refuse
     update_conv_state = update_recurrent_state = _refuse
 
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """No: a graph never goes back to an earlier token."""
+        return False
+
+    def get_recurrent_states_to_keep(self, layer_idx: int | None = None) -> int:
+        """None of the states between."""
+        return 0
+
     def update_indexer(self, *_: Any, **__: Any) -> Any:
         """Keys of an indexer are not kept on this road."""
         raise DoesNotFit("the model keeps keys of an indexer")

@@ -106,6 +106,13 @@ CASES = [
         "add = aten.add.Tensor(x, 1)",
         "return [add]",
     ),
+    becomes(
+        lambda m, x: torch.tensor_split(x, [3, 6], -1)[1] + torch.tensor_split(x, [5], 2)[1],
+        "slice_tensor = aten.slice.Tensor(x, 2, 3, 6)",
+        "slice_tensor_1 = aten.slice.Tensor(x, 2, 5, 9223372036854775807)",
+        "add = aten.add.Tensor(slice_tensor, slice_tensor_1)",
+        "return [add]",
+    ),
     # matrices
     becomes(
         lambda m, x: x @ m.weight,
