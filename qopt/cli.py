@@ -7,6 +7,7 @@ import gc
 import json
 import math
 import os
+import select
 import signal
 import sys
 import threading
@@ -85,8 +86,12 @@ def _common(function: Function) -> Function:
     return function
 
 
-def _end_unread() -> int:
-    """End well: the reader of stdout, say `head`, has seen enough."""
+def _end_unread(error: BrokenPipeError) -> int:
+    """End well: the reader of stdout, say `head`, has seen enough; any other pipe is an error."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    if not any(told & (select.POLLERR | select.POLLHUP) for _, told in poll.poll(0)):
+        raise RuntimeError("another process went away while it was written to") from error
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
@@ -97,8 +102,8 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:
-            return _end_unread()
+        except BrokenPipeError as error:
+            return _end_unread(error)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -595,8 +600,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = cli.main(arguments, prog_name="qopt", standalone_mode=False, obj=state)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
-    except BrokenPipeError:
-        return _end_unread()
+    except BrokenPipeError as error:  # of the flush above
+        return _end_unread(error)
     except Exception as error:
         if isinstance(error, click.UsageError):  # parsing ended there: a flag may stand behind it
             state.json |= "--json" in given

@@ -201,6 +201,7 @@ def compile(
             LoweringRow(c.op, c.implementation, c.count, told(c.refusals)) for c in written.choices
         ]
         report.notes += [*graph.notes, *written.notes, *fallback_notes(written)]
+        report.notes += slow_here(chosen.target, str(element).removeprefix("torch."))
         if chosen.check == "off" and not no_weights:
             report.notes.append("not checked: nothing shows that the artifact computes the model")
         resolved = chosen.replace(dtype=short_name(element), opset=written.opset or "auto")
@@ -330,6 +331,14 @@ def fallback_notes(written: Written) -> list[str]:
     if written.shared:
         notes.append(f"{written.shared / 1e6:,.1f} MB of equal weights are stored once")
     return notes
+
+
+def slow_here(target: str, dtype: str) -> list[str]:
+    """That this CPU is slow in a type, where the artifact is for torch on a CPU."""
+    from qopt.doctor import slow_in_torch
+
+    why = slow_in_torch(dtype) if target == "torchscript-cpu" else None
+    return [] if why is None else [why]
 
 
 def refuse_unknown(explain: Sequence[str], recipe: Recipe) -> None:

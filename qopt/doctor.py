@@ -50,15 +50,24 @@ FEATURES = (
     "avx512_vnni",
     "avx_vnni",
     "avx512_bf16",
+    "avx512_fp16",
     "amx_int8",
     "amx_bf16",
+    "amx_fp16",
     "amx_tile",
     "asimd",
     "asimddp",
+    "asimdhp",
     "i8mm",
     "bf16",
     "sve",
 )
+
+# the features with which torch multiplies matrices of a type as fast as it can
+NATIVE = {
+    "bfloat16": ("avx512_bf16", "amx_bf16", "bf16"),
+    "float16": ("avx512_fp16", "amx_fp16", "asimdhp"),
+}
 
 NETWORK = (
     "HF_HUB_OFFLINE",
@@ -225,6 +234,20 @@ def cpu_features() -> list[str]:
     """The instruction sets of this CPU that matter here."""
     there = set(_cpu_info("flags", "Features").split())
     return [feature for feature in FEATURES if feature in there]
+
+
+def slow_in_torch(dtype: str) -> str | None:
+    """Why matrix products of this type are slower than fp32's here; None where they are not.
+
+    torch widens and narrows around each product where the CPU has no instructions for the type.
+    """
+    there, needed = set(cpu_features()), NATIVE.get(dtype, ())
+    if not needed or not there or there & set(needed):
+        return None
+    return (
+        f"this CPU has no {dtype} instructions ({', '.join(needed)}), without which torch "
+        "multiplies many tokens more slowly than in fp32"
+    )
 
 
 def _memory() -> int:

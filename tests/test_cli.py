@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -21,7 +22,8 @@ import qopt
 from qopt import pages
 from qopt.artifact import ArtifactWriter, Manifest, SourceInfo, TensorSpec, default_output
 from qopt.cli import cli, main
-from qopt.doctor import cpu_features, examine, two_runtimes, unmet_requirements
+from qopt.compile import slow_here
+from qopt.doctor import cpu_features, examine, slow_in_torch, two_runtimes, unmet_requirements
 from qopt.errors import GateError, QoptError, UsageError
 from qopt.info import ModelInfo
 from qopt.report import (
@@ -271,10 +273,45 @@ def test_a_reader_that_goes_away_while_it_prints_is_no_failure() -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_a_process_that_goes_away_is_a_failure(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stdout has its reader: the pipe that broke is another one."""
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("qopt.doctor.examine", broken)
+    with open(os.devnull, "w") as null:
+        monkeypatch.setattr("sys.stdout", null)
+        assert main(["doctor"]) == 1
+    assert "another process went away" in capfd.readouterr().err
+
+
 def test_a_full_stdout_is_told_on_stderr() -> None:
     done = run_passes("--json", "> /dev/full")
     assert done.returncode == 6
     assert done.stderr.startswith(b"error: no space left")
+
+
+@pytest.mark.parametrize(
+    ("features", "dtype", "slow"),
+    [
+        (["avx2"], "bfloat16", True),
+        (["avx512_bf16"], "bfloat16", False),
+        (["avx512_bf16"], "float16", True),
+        (["avx2"], "float32", False),
+        ([], "bfloat16", False),  # nothing is known of this CPU
+    ],
+)
+def test_a_type_that_this_cpu_cannot_multiply_is_told(
+    features: list[str], dtype: str, slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qopt.doctor.cpu_features", lambda: features)
+    assert (slow_in_torch(dtype) is not None) is slow
+    wanted = int(slow)
+    assert len(slow_here("torchscript-cpu", dtype)) == wanted
+    assert slow_here("onnx-cpu", dtype) == []
 
 
 # --- commands --------------------------------------------------------------------------------
