@@ -207,30 +207,40 @@ def build(
 
 @contextmanager
 def replaced(folder: Path) -> Iterator[Path]:
-    """An empty folder beside `folder`, which takes its place in the end, or is removed.
+    """An empty folder whose files take the place of those in `folder`, or which is removed.
 
     Binaries of another architecture or op would stay there beside an index that knows none of them.
+    A folder that is there stays the same one: it may be where the user stands, or a mount point.
     """
     place = Path(os.path.realpath(folder))
-    refuse_foreign(place)
+    before = refuse_foreign(place)
     if not place.is_dir() and place.exists():
         raise UsageError(f"{place} is a file", todo="choose another output folder")
-    new = place.with_name(f".{place.name}.tmp-{os.getpid()}")
+    temporary = f".tmp-{os.getpid()}"
+    new = place / temporary if place.is_dir() else place.with_name(f".{place.name}{temporary}")
     make_folder(new)
     try:
         yield new
-        if place.exists():
-            shutil.rmtree(place)
-        new.rename(place)
+        if not place.is_dir():
+            new.rename(place)
+            return
+        files = {path.name for path in new.iterdir()}
+        for name in [*sorted(files - {INDEX}), INDEX]:  # the index is never ahead of its files
+            (new / name).replace(place / name)
+        for name in before - files:
+            (place / name).unlink(missing_ok=True)
     finally:
         shutil.rmtree(new, ignore_errors=True)
 
 
-def refuse_foreign(folder: Path) -> None:
-    """Refuse a folder that holds what `build` did not write."""
+def refuse_foreign(folder: Path) -> set[str]:
+    """The names of what `build` wrote there before; a folder that holds anything else is refused.
+
+    What a killed build left is no one's: it is overlooked.
+    """
     if not folder.is_dir():
-        return
-    there = {path.name for path in folder.iterdir()}
+        return set()
+    there = {path.name for path in folder.iterdir() if not path.name.startswith(".tmp-")}
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         own = {INDEX, *(entry["file"] for entry in index["kernels"])}
@@ -243,6 +253,7 @@ def refuse_foreign(folder: Path) -> None:
             why=f"{', '.join(foreign[:3])}: replacing it would delete them",
             todo="name another",
         )
+    return there
 
 
 def make_folder(folder: Path) -> None:

@@ -141,6 +141,24 @@ def test_a_folder_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     assert {p.name for p in out.iterdir()} == {*names, "mine.txt"}
 
 
+def test_a_folder_that_is_there_stays_the_same_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `.` is, or a mount point, or behind a link."""
+    out, link = tmp_path / "cubins", tmp_path / "link"
+    out.mkdir()
+    link.symlink_to(out)
+    same = out.stat().st_ino
+    kernel_build.build("sm_90", link, "gated")
+    monkeypatch.chdir(out)
+    kernel_build.build("sm_90", Path("."), "softmax")
+    index = json.loads((out / "kernels.json").read_text())
+    files = {"kernels.json", *(entry["file"] for entry in index["kernels"])}
+    assert {path.name for path in out.iterdir()} == files
+    assert out.stat().st_ino == same
+    assert link.is_symlink()
+
+
 @pytest.mark.parametrize("command", [["build", "--arch", "sm_90", "--op", "gated"], ["bench"]])
 @pytest.mark.parametrize("where", ["file", "file/new", "/proc/new"])
 def test_where_no_folder_can_be(
