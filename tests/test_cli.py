@@ -231,9 +231,11 @@ def test_as_a_module() -> None:
 
 
 def test_a_terminated_command_cleans_up(tmp_path: Path) -> None:
+    # what runs in the background ignores SIGINT, and so would its children
     code = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import qopt.report
 from qopt.artifact import ArtifactWriter
 from qopt.cli import main
